@@ -1,0 +1,204 @@
+"""The command line: `multitower train | env`. Thin: it reads arguments, calls one function and prints its result.
+
+Exit codes: 0; 1 where training failed; 2 where an argument, a job or a device is wrong; 130 after Ctrl-C. An error is
+one line on stderr. TensorFlow is imported inside the commands, so that `--help` is immediate.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from . import __version__
+
+_LINE = 600  # characters of an error's message; TensorFlow's run to pages
+
+
+class _CommandError(Exception):
+    """An error as one line and an exit code; `main` prints the one and returns the other."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class _Commands(click.Group):
+    """A group that turns every error of its commands into a `_CommandError`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if ctx.meta.get("multitower.debug"):
+                traceback.print_exc()
+            raise _command_error(error) from error
+
+
+def _command_error(error: BaseException) -> _CommandError:
+    from .errors import MultitowerError, TowerError
+
+    message = " ".join(str(error).split())
+    message = message if len(message) <= _LINE else f"{message[:_LINE]} …"
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []) if "\n" not in note)
+    if isinstance(error, KeyboardInterrupt):
+        return _CommandError(f"interrupted{notes}", 130)
+    if isinstance(error, MultitowerError) and not isinstance(error, TowerError):
+        return _CommandError(f"{message}{notes}", 2)
+    return _CommandError(f"{type(error).__name__}: {message}{notes} (--debug shows the traceback)", 1)
+
+
+def _remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta["multitower.debug"] = True
+
+
+_debug = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_remember_debug, help="Show the traceback of an error."
+)
+_devices = click.option(
+    "--devices",
+    metavar="SPEC",
+    help='Devices of the towers: all, 4, "gpu:0,2" or "cpu:4"; by default all GPUs, or one CPU.',
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="multitower %(version)s")
+@_debug
+def cli() -> None:
+    """Train a TensorFlow / Keras model on all devices of this machine, with the results of one device."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors only
+
+
+@cli.command()
+@click.argument("job", default="digits")
+@_devices
+@click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the training data.")
+@click.option("--batch-size", type=click.IntRange(min=1), metavar="B", help="Rows of the global batch.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the job; can be repeated.")
+@click.option("--run-dir", metavar="DIR", help="New or empty directory to write to; by default runs/JOB-DATE-TIME.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of random numbers.")
+@_json
+@_debug
+def train(job, devices, epochs, batch_size, settings, run_dir, seed, as_json) -> None:
+    """Train JOB on towers, report, and save the model.
+
+    JOB is a built-in job (digits, the default) or a Python file with build_model(**params), which returns a compiled
+    keras.Model, and load_data(**params), which returns (train, validation): tf.data.Datasets of batches or tuples of
+    arrays (x, y).
+
+    In the report of --json, accuracy and loss are those of the validation data; metrics has all of both.
+    """
+    from .job import find_job
+    from .parameters import parse_params
+
+    find_job(job)  # before TensorFlow is imported: a wrong name is told at once
+    params = parse_params(settings)
+    from .train import run
+
+    report = run(job, devices, epochs, batch_size, params, run_dir, seed)
+    _print_table("multitower train", _train_rows(report))
+    if as_json:
+        click.echo(report.as_json())
+
+
+def _train_rows(report: Any) -> list[tuple[str, str]]:
+    train, validation = report.metrics["train"], report.metrics["validation"]
+    speed = report.examples_per_second
+    return [
+        *((name, f"{_short(train[name])} train, {_short(validation[name])} validation") for name in train),
+        ("examples/s", "–" if speed is None else f"{speed:,.0f} (first step and validation left out)"),
+        ("devices", ", ".join(report.devices)),
+        ("towers", str(report.towers)),
+        ("rows per tower", f"{' + '.join(map(str, report.rows_per_tower))} of a batch of {report.batch_size}"),
+        ("seconds", f"{report.seconds:.1f} for {report.epochs} epochs, everything included"),
+        ("model", report.model),
+        ("logs", report.logs),
+    ]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+@cli.command()
+@_devices
+@_json
+@_debug
+def env(devices, as_json) -> None:
+    """Show devices, versions, and which collectives will be used and why."""
+    from .collectives import implementation
+    from .device import describe
+
+    found = describe(devices)
+    kind, reason = implementation([device["name"] for device in found["devices"]])
+    found["collectives"] = {"implementation": kind, "reason": reason}
+    _print_table("multitower env", _env_rows(found))
+    if as_json:
+        click.echo(json.dumps(found))
+
+
+def _env_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for name, value in found.items():
+        if name == "devices":
+            value = "\n".join(_device_line(device) for device in value)
+        elif name == "collectives":
+            value = f"{value['implementation']}: {value['reason']}"
+        elif name == "memory_growth":
+            value = ", ".join(f"{gpu} {'on' if grows else 'off'}" for gpu, grows in value.items()) or "no GPU"
+        rows.append((name.replace("_", " "), "none" if value is None else str(value)))
+    return rows
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    limit = "" if device["memory_bytes"] is None else f", {device['memory_bytes'] / 2**20:.0f} MiB"
+    return f"{device['name']} ({device['physical']}{limit})"
+
+
+def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    width = None if sys.stdout.isatty() else 160  # a pipe has no width: do not break paths at 80
+    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; None for those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        result = cli.main(arguments, prog_name="multitower", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        message, exit_code = error.format_message(), error.exit_code
+    except _CommandError as error:
+        message, exit_code = str(error), error.exit_code
+    except click.Abort:
+        message, exit_code = "interrupted", 130
+    sys.stdout.flush()
+    click.echo(f"multitower: error: {message}", err=True)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

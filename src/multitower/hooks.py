@@ -1,0 +1,210 @@
+"""What calls of Keras mean inside a tower. Nothing here touches Keras outside the trace of a replicated step.
+
+The step runs unchanged on its shard; some calls see the global batch instead, because only there is the answer that of
+one device:
+
+    model.compute_loss           the loss of the outputs of all towers (any loss: weights, masks, contrastive ones)
+    model.compute_metrics        likewise
+    metric.update_state          what the metric is given, of all towers (any metric: AUC, F1, your own)
+    optimizer.apply              the gradient of the global batch, before clipping, accumulation and loss scaling
+    BatchNormalization           mean and variance of the global batch, forward and backward
+    SeedGenerator.next           another stream of random numbers on every tower, from the same state
+
+The classes are patched only while a step is traced, under a lock, and the patched methods act only in the thread that
+traces; Keras is as it was when the trace is done.
+"""
+
+import functools
+import inspect
+import threading
+from contextlib import ExitStack, contextmanager
+
+import keras
+import tensorflow as tf
+
+from . import norm, upstream
+from .collectives import Weighting, all_gather, all_reduce, current, gather_outputs, sum_over_towers
+from .reduce import sum_gradients
+
+_lock = threading.RLock()
+_SEED_STRIDE = 1_000_003  # a prime: no two towers and layers get seeds a small step apart
+
+
+@contextmanager
+def keras_in_towers(batch_norm="global"):
+    """While this is open, Keras means the global batch in the thread whose `collectives.current()` is a tower.
+
+    Args:
+        batch_norm: "global", or "tower" to leave BatchNormalization the statistics of each tower's shard.
+    """
+    with _lock, ExitStack() as stack:
+        for root, name, hook, silences in _HOOKS:
+            stack.enter_context(_replaced(root, name, hook, silences))
+        if batch_norm == "global":
+            moments = upstream.batch_norm_moments_name()
+            stack.enter_context(_replaced(keras.layers.BatchNormalization, moments, _moments, ()))
+        yield
+
+
+@contextmanager
+def _replaced(root, name, hook, silences):
+    """Put `hook` around method `name` wherever `root`, its bases or its subclasses define it."""
+    owners = {c: vars(c)[name] for c in (*root.__mro__, *_subclasses(root)) if name in vars(c)}
+    for owner, original in owners.items():
+        setattr(owner, name, _hooked(original, hook, silences))
+    try:
+        yield
+    finally:
+        for owner, original in owners.items():
+            setattr(owner, name, original)
+
+
+def _subclasses(root):
+    found = set()
+    queue = [root]
+    while queue:
+        new = [c for c in queue.pop().__subclasses__() if c not in found]
+        found.update(new)
+        queue += new
+    return found
+
+
+def _hooked(original, hook, silences):
+    name = original.__name__
+
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        tower = current()
+        if tower is None or tower.count == 1 or name in tower.silenced:
+            return original(self, *args, **kwargs)
+        with tower.silencing(silences):
+            return hook(tower, functools.partial(original, self), self, *args, **kwargs)
+
+    return method
+
+
+def _compute_loss(tower, original, model, *args, **kwargs):
+    arguments = _for_whole_batch(original, args, kwargs)
+    loss = original(**arguments)
+    if loss is None:
+        return None
+    if not _is_keras(original) or model.losses:  # part of it may be this shard's own: add_loss, activity regularisers
+        loss = _mean_value(loss)
+    tower.remember(loss, loss)
+    return loss
+
+
+def _compute_metrics(tower, original, model, *args, **kwargs):
+    return original(**_for_whole_batch(original, args, kwargs))
+
+
+def _for_whole_batch(original, args, kwargs):
+    """The arguments of compute_loss or compute_metrics for the global batch; x only where it is looked at."""
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    for name, value in arguments.items():
+        if name == "y_pred":
+            arguments[name] = tf.nest.map_structure(_whole_output, value)
+        elif name != "x" or not _is_keras(original):
+            arguments[name] = _whole(value)
+    return arguments
+
+
+def _is_keras(original):
+    return original.func.__module__.startswith("keras.")
+
+
+@tf.custom_gradient
+def _mean_value(loss):
+    """The mean over rows of a loss that differs from tower to tower, with the gradient of this tower's."""
+    return sum_over_towers(current().weigh(loss)), lambda dy: dy
+
+
+def _update_state(tower, original, metric, *args, **kwargs):
+    args, kwargs = tf.nest.map_structure(_whole_argument, (args, kwargs))
+    return original(*args, **kwargs)
+
+
+def _apply(tower, original, optimizer, grads, *args, **kwargs):
+    return original(sum_gradients(grads), *args, **kwargs)
+
+
+def _scale_loss(tower, original, optimizer, loss):
+    """Keras' own train_step: the weight of this tower's rows goes in before the backward pass.
+
+    Weighted afterwards, the backward pass would see gradients N times those of one device, and float16 would overflow
+    where one device does not.
+    """
+    scaled = original(loss)
+    return tower.weigh(scaled) if tower.weighting is Weighting.LOSS else scaled
+
+
+def _next_seed(tower, original, generator, *args, **kwargs):
+    seed = original(*args, **kwargs)
+    offset = tf.cast(tower.index, seed.dtype) * tf.cast(_SEED_STRIDE, seed.dtype)
+    return seed + tf.stack([offset, tf.zeros_like(offset)])
+
+
+def _moments(tower, original, layer, inputs, mask):
+    return norm.layer_moments(layer, inputs, mask)
+
+
+# class, method, hook, methods that mean what they always do while it runs: they work on the whole batch already
+_HOOKS = (
+    (keras.Model, "compute_loss", _compute_loss, ("compute_loss", "compute_metrics", "update_state")),
+    (keras.Model, "compute_metrics", _compute_metrics, ("compute_loss", "compute_metrics", "update_state")),
+    (keras.Metric, "update_state", _update_state, ("compute_loss", "compute_metrics", "update_state")),
+    (keras.Optimizer, "apply", _apply, ("apply",)),
+    (keras.Optimizer, "scale_loss", _scale_loss, ("scale_loss",)),
+    (keras.random.SeedGenerator, "next", _next_seed, ("next",)),
+)
+
+
+def _whole(structure):
+    """Tensors of the global batch for those of the shard; anything else as it is."""
+    return tf.nest.map_structure(lambda t: all_gather(t) if _has_rows(t) else t, structure)
+
+
+def _whole_output(output):
+    """An output of the model for the global batch, with its Keras mask."""
+    if not _has_rows(output):
+        return output
+    whole = gather_outputs(output)
+    mask = upstream.keras_mask(output)
+    if mask is not None:
+        upstream.set_keras_mask(whole, all_gather(mask))
+    return whole
+
+
+def _whole_argument(value):
+    """What a metric would have been given on one device.
+
+    Rows are gathered; a number of rows is the rows of all towers; any other number is a mean over rows.
+    """
+    tower = current()
+    if not tf.is_tensor(value):
+        return value
+    if tower.recall(value) is not None:
+        return tower.recall(value)
+    if _is_row_count(tower, value):
+        return tf.cast(tower.batch_rows, value.dtype)
+    if _has_rows(value):
+        return _whole_output(value) if isinstance(value, tf.Tensor) else all_gather(value)
+    if value.dtype.is_floating:
+        return all_reduce(value, "mean")
+    return all_reduce(value, "sum") if value.shape.rank == 0 else value
+
+
+def _has_rows(value):
+    """Whether the first dimension is the rows of the batch: the trace leaves only that one open."""
+    if not tf.is_tensor(value):
+        return False
+    return value.shape.rank is None or (value.shape.rank > 0 and value.shape[0] is None)
+
+
+def _is_row_count(tower, value):
+    """Whether `value` is tf.shape(x)[0] of an input x of the step, as Keras' train_step weights the loss."""
+    if not isinstance(value, tf.Tensor) or value.op.type != "StridedSlice":
+        return False
+    shape = value.op.inputs[0].op
+    return shape.type == "Shape" and tower.is_input(shape.inputs[0])

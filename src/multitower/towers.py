@@ -1,0 +1,334 @@
+"""replicate(): trace a single-device step once, split the batch, run the trace on every device.
+
+One call of a replicated step, in reading order:
+
+    Replicated.__call__   takes the arguments apart into tensors and Python values
+    TowerStep.program     traces the step once for that kind of batch, whatever N, and binds it to each tower's copies
+    TowerStep.emit        splits the rows, calls the trace on each device, puts the results together
+"""
+
+import inspect
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from . import batches, upstream
+from .collectives import Tower, Weighting, current, group, traced_for
+from .device import devices as resolve_devices
+from .errors import BatchError, ModelError, MultitowerError
+from .hooks import keras_in_towers
+from .placement import bind, replicas
+
+_HOST = "/device:CPU:0"
+
+def replicate(step, devices=None, *, whole=(), batch_norm="global"):
+    """Turn a function of a batch, written for one device, into the same function over N towers.
+
+    The step is traced once, whatever N, and called on every device with that tower's rows of the batch. In it, Keras'
+    `optimizer.apply`, `metric.update_state`, `model.compute_loss` and BatchNormalization work on the global batch;
+    everything else sees the shard, and `multitower.all_reduce` and `all_gather` combine what you like.
+
+    The rule for exactness: the loss is a mean over the rows of the batch, or comes from `model.compute_loss`; then the
+    update is that of one device for the whole batch, however it is split. Gradients that do not go through a Keras
+    optimizer are yours to combine: `multitower.all_reduce(gradient, "mean")`.
+
+    Args:
+        step: function of tensors. Every array or tensor of rank ≥ 1 among its arguments, at any depth of dicts, tuples
+            and lists, ragged and sparse ones included, is rows of the batch and is split: of B rows, tower i of N gets
+            B // N, one more if i < B mod N. Scalar tensors go to every tower. Other Python values are constants of the
+            trace, as they are for tf.function.
+        devices: see `multitower.devices`.
+        whole: name or names of arguments of `step` that go to every tower undivided.
+        batch_norm: "global", or "tower" for statistics of each tower's shard.
+
+    Returns:
+        A `Replicated`, called like `step`. Of its results, tensors whose first dimension is rows come back for the
+        global batch, in the order of its rows; other floating-point tensors are means over the rows of the global
+        batch (exactly the result where all towers agree); other tensors are tower 0's.
+
+    Raises:
+        DeviceError: the devices do not exist.
+        BatchError: at a call: no rows, tensors with different numbers of rows, nothing to split.
+
+    Example:
+        >>> import tensorflow as tf, multitower as mt
+        >>> w = tf.Variable([[1.0], [1.0]])
+        >>> def step(x, y):
+        ...     with tf.GradientTape() as tape:
+        ...         loss = tf.reduce_mean((x @ w - y) ** 2)
+        ...     w.assign_sub(0.1 * mt.all_reduce(tape.gradient(loss, w), "mean"))
+        ...     return loss
+        >>> on_towers = mt.replicate(step, devices="cpu:1")
+        >>> float(on_towers(tf.ones([3, 2]), tf.ones([3, 1])))
+        1.0
+    """
+    names = [whole] if isinstance(whole, str) else list(whole)
+    return Replicated(TowerStep(step, resolve_devices(devices), batch_norm=batch_norm), _signature(step, names), names)
+
+
+def _signature(step, whole):
+    """The signature of the step, where arguments have to be found by name."""
+    if not whole:
+        return None
+    signature = inspect.signature(upstream.python_function(step))
+    unknown = [name for name in whole if name not in signature.parameters]
+    if unknown:
+        raise BatchError(
+            f"whole={whole!r} names {', '.join(unknown)}, which the step does not take; "
+            f"its arguments are {', '.join(signature.parameters)}"
+        )
+    return signature
+
+
+class Replicated:
+    """A step over N towers; made by `replicate`, called like the step it was made from."""
+
+    def __init__(self, towers, signature=None, whole=()):
+        self._towers = towers
+        self._signature = signature
+        self._whole = whole
+        self._functions = {}
+
+    def __call__(self, *args, **kwargs):
+        if current() is not None:
+            raise MultitowerError("a replicated step was called inside a tower; call the step itself there")
+        batch = tf.nest.map_structure(batches.leaf, self._with_whole(args, kwargs))
+        batches.check(batch)
+        if not tf.executing_eagerly():
+            return self._towers.emit(*batch)
+        function = self._function(batch)
+        replicas(self._towers.devices).refresh()
+        tensors = [batches.tensor_of(v) for v in tf.nest.flatten(batch) if not batches.is_constant(v)]
+        with errors_explained():
+            return function(*tensors)
+
+    def _with_whole(self, args, kwargs):
+        if not self._whole:
+            return args, kwargs
+        bound = self._signature.bind(*args, **kwargs)
+        for name in self._whole:
+            if name in bound.arguments:
+                bound.arguments[name] = tf.nest.map_structure(batches.whole, bound.arguments[name])
+        return bound.args, bound.kwargs
+
+    def _function(self, batch):
+        """The tf.function that runs the step for batches of this kind: one for each trace."""
+        program = self._towers.program(*batch)
+        if id(program) not in self._functions:
+            specs = [v for v in tf.nest.flatten(program.structure) if not batches.is_constant(v)]
+
+            def run(*tensors):
+                return self._towers.emit(*batches.unflatten(program.structure, tensors))
+
+            signature = [batches.tensor_of(s) for s in specs]
+            self._functions[id(program)] = tf.function(run, input_signature=signature, autograph=False)
+        return self._functions[id(program)]
+
+    @property
+    def devices(self):
+        """Device names in tower order."""
+        return list(self._towers.devices)
+
+    @property
+    def traces(self):
+        """How often the step has been traced: once for each kind of batch, whatever N."""
+        return self._towers.traces
+
+    def copies(self, variable):
+        """The copies of a variable of the step, a tf.Variable for each tower, the first being the variable itself."""
+        return replicas(self._towers.devices).of(variable)
+
+    def refresh(self):
+        """Bring all towers' copies to tower 0's values.
+
+        Assignments made in Python, and checkpoints that are restored, are noticed without this; call it after another
+        tf.function has changed variables of the step.
+        """
+        replicas(self._towers.devices).refresh_all(self._towers.variables)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step traced for one kind of batch and bound to the towers.
+
+    Attributes:
+        structure: the (args, kwargs) of the step with specs as leaves.
+        concrete: the trace, a ConcreteFunction.
+        captured: for each tower, the captured inputs of the trace.
+        variables: tf.Variables the step uses, as the user knows them.
+        reads_whole: for each component of the batch, whether the trace uses that of the whole batch.
+        results: the structure of the results, a `batches.Result` for every tensor.
+    """
+
+    structure: tuple
+    concrete: object
+    captured: list
+    variables: list
+    reads_whole: list
+    results: object
+
+
+class TowerStep:
+    """A step on N towers, for use inside a graph.
+
+    Args:
+        step: the single-device step.
+        devices: device names in tower order.
+        batch_norm: "global" or "tower".
+        weighting: where the weight of a tower's rows enters its backward pass.
+        autograph: whether Python control flow on tensors in the step becomes graph control flow.
+
+    Attributes:
+        devices: device names in tower order.
+        name: the name of the step.
+        traces: how often the step has been traced.
+    """
+
+    def __init__(self, step, devices, *, batch_norm="global", weighting=Weighting.GRADIENT, autograph=True):
+        self.devices = tuple(devices)
+        self.name = getattr(step, "__name__", type(step).__name__)
+        self.traces = 0
+        self._step = upstream.with_autograph(upstream.python_function(step)) if autograph else step
+        self._batch_norm = batch_norm
+        self._weighting = weighting
+        self._programs = []
+
+    @property
+    def variables(self):
+        """tf.Variables that any trace of the step uses."""
+        return list({id(v): v for p in self._programs for v in p.variables}.values())
+
+    def program(self, args, kwargs=None):
+        """The trace that serves batches like this one; made if there is none.
+
+        A kind of batch differs from another by its structure, dtypes, ranks and Python values. Where only sizes
+        differ, the trace is made once more with these left open, and then serves all sizes.
+        """
+        wanted = tf.nest.map_structure(batches.spec_of, (args, kwargs or {}))
+        for k, program in enumerate(self._programs):
+            shared = batches.common(program.structure, wanted)
+            if shared is None:
+                continue
+            if not batches.same_specs(shared, program.structure):
+                self._programs[k] = self._trace(shared)
+            return self._programs[k]
+        self._programs.append(self._trace(wanted))
+        return self._programs[-1]
+
+    def _trace(self, structure):
+        towers = group(self.devices)
+        specs = batches.components(structure)
+        traced = {}
+
+        def body(shard, whole, rows, index):
+            tower = Tower(towers, index, rows, self._weighting)
+            batch = batches.pack(structure, shard)
+            _pair(tower, batch, batches.pack(structure, whole))
+            self.traces += 1
+            with self._inside(tower):
+                results = self._step(*batch[0], **batch[1])
+            traced["results"], flat = _results(results)
+            return flat
+
+        function = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
+        rows, index = tf.TensorSpec([towers.count], tf.int32), tf.TensorSpec([], tf.int32)
+        concrete = function.get_concrete_function(specs, specs, rows, index)
+        captured, variables = bind(concrete, towers)
+        reads_whole = [bool(t.consumers()) for t in concrete.inputs[len(specs) : 2 * len(specs)]]
+        return Program(structure, concrete, captured, variables, reads_whole, traced["results"])
+
+    @contextmanager
+    def _inside(self, tower):
+        with ExitStack() as stack:
+            stack.enter_context(tf.variable_creator_scope(_created_outside))
+            stack.enter_context(keras_in_towers(self._batch_norm))
+            stack.enter_context(traced_for(tower))
+            yield
+
+    def emit(self, args, kwargs=None, *, towers_agree=False):
+        """Add one step over all towers to the graph being built.
+
+        Args:
+            args: tuple of batch structures, see `batches`.
+            kwargs: dict of them.
+            towers_agree: every tower's results are equal: those of tower 0 are returned and no other is looked at.
+
+        Returns:
+            The results of the step for the global batch; see `replicate`.
+        """
+        batch = (args, kwargs or {})
+        program = self.program(*batch)
+        with tf.device(_HOST):
+            rows, shards = batches.split(batch, len(self.devices))
+            parts = zip(batches.components(batch), program.reads_whole, strict=True)
+            whole = [part if is_read else _no_rows(part) for part, is_read in parts]
+        flat = [iter(self._call(program, i, [*shard, *whole, rows])) for i, shard in enumerate(shards)]
+        if towers_agree:
+            flat = flat[:1]
+        with tf.device(_HOST):
+            return _merged(program.results, flat, rows)
+
+    def _call(self, program, tower, arguments):
+        program.concrete.add_to_graph(tf.compat.v1.get_default_graph())
+        with tf.device(self.devices[tower]):
+            return tf.raw_ops.StatefulPartitionedCall(
+                args=[*arguments, tf.constant(tower), *(capture() for capture in program.captured[tower])],
+                Tout=[t.dtype for t in program.concrete.outputs],
+                f=program.concrete,
+            )
+
+
+def _created_outside(next_creator, **kwargs):
+    """Create a variable outside the trace, with its initial value, as if it had existed before.
+
+    tf.function traces a function that creates variables twice, and on its own terms.
+    """
+    try:
+        with tf.init_scope():
+            return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"variable {kwargs.get('name')!r} could not be created inside a step ({error}); "
+            f"create it before the step, or with an initial value that does not depend on the batch"
+        ) from error
+
+
+def _pair(tower, shard, whole):
+    for own, everyone in zip(tf.nest.flatten(shard), tf.nest.flatten(whole), strict=True):
+        if tf.is_tensor(own):
+            tower.know_whole(own, everyone)
+
+
+def _results(results):
+    """(structure with a `batches.Result` for every tensor, the components of all tensors)."""
+    results = tf.nest.map_structure(batches.result, results)
+    structure = tf.nest.map_structure(lambda v: batches.Result(v) if tf.is_tensor(v) else v, results)
+    tensors = [v for v in tf.nest.flatten(results) if tf.is_tensor(v)]
+    return structure, tf.nest.flatten(tensors, expand_composites=True)
+
+
+def _merged(results, flat, rows):
+    def merged(result):
+        return result.merge([result.take(f) for f in flat], rows) if isinstance(result, batches.Result) else result
+
+    return tf.nest.map_structure(merged, results)
+
+
+def _no_rows(component):
+    """What stands in for a part of the whole batch that the trace does not read: nothing is sent to the devices."""
+    if not component.shape.rank:
+        return component
+    return tf.zeros([0, *(d or 0 for d in component.shape[1:])], component.dtype)
+
+
+@contextmanager
+def errors_explained():
+    """Errors that the graph of a step raises about its batch, as a `BatchError`."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        for message in (batches.NO_ROWS, batches.UNEQUAL_ROWS):
+            if message in str(error.message):
+                raise BatchError(message.removeprefix("multitower: ")) from error
+        raise

@@ -1,0 +1,264 @@
+"""Trainer: keras.Model's fit, evaluate and predict on towers, the model unchanged.
+
+Keras' own loop drives the towers: `keras.Model.fit` calls `model.train_function(iterator)` and makes that function only
+where it is None. For the time of a call the Trainer puts its own functions there, so every argument, callback, History
+and progress bar is Keras', and callbacks see the plain model. One batch goes this way:
+
+    keras.Model.fit → train_function → TowerStep.emit → on every device: model.train_step on the tower's rows
+"""
+
+import functools
+import inspect
+from contextlib import contextmanager
+
+import keras
+import tensorflow as tf
+
+from . import batches
+from .collectives import Weighting
+from .device import devices as resolve_devices
+from .errors import ModelError
+from .placement import replicas
+from .towers import Replicated, TowerStep, errors_explained
+
+
+def _as_in_keras(method):
+    """Give a method of Trainer the signature and documentation of keras.Model's method of that name."""
+
+    def decorate(function):
+        original = getattr(keras.Model, function.__name__)
+        functools.update_wrapper(function, original, assigned=("__doc__",))
+        function.__signature__ = inspect.signature(original)
+        del function.__wrapped__
+        return function
+
+    return decorate(method)
+
+
+class Trainer:
+    """Trains a compiled keras.Model on N devices; the result is that of one device for the same global batch.
+
+    Args:
+        model: a compiled keras.Model, built or not, made outside any tf.distribute strategy. It is used as it is:
+            `trainer.model` is this object, its variables are those of tower 0 and always up to date.
+        devices: where the towers run, see `multitower.devices`; None: all GPUs, else one CPU device.
+        batch_norm: "global": BatchNormalization layers use the statistics of the global batch, as one device would;
+            "tower": those of each tower's shard.
+
+    Raises:
+        DeviceError: the devices do not exist.
+        ModelError: not a keras.Model, not compiled, made under a tf.distribute strategy, compiled with
+            run_eagerly=True.
+
+    Example:
+        >>> import keras, multitower as mt
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> trainer = mt.Trainer(model, devices="cpu:1")
+        >>> history = trainer.fit([[0.0, 1.0], [1.0, 0.0]], [[0.0], [1.0]], verbose=0)
+    """
+
+    def __init__(self, model, devices=None, *, batch_norm="global"):
+        if batch_norm not in ("global", "tower"):
+            raise ModelError(f"batch_norm={batch_norm!r} is unknown; expected 'global' or 'tower'")
+        _check(model)
+        self.model = model
+        self._devices = tuple(resolve_devices(devices))
+        self._batch_norm = batch_norm
+        self._functions = None
+        self._compiled = None
+
+    @property
+    def devices(self):
+        """Device names in tower order."""
+        return list(self._devices)
+
+    @property
+    def traces(self):
+        """How often train_step, test_step and predict_step have been traced, a dict of ints."""
+        return {name: f.towers.traces for name, f in (self._functions or {}).items()}
+
+    @_as_in_keras
+    def fit(self, *args, **kwargs):
+        arguments = inspect.signature(self.model.fit).bind(*args, **kwargs).arguments
+        arguments["callbacks"] = _with_refresh(arguments.get("callbacks"), self)
+        with self._on_towers():
+            return self.model.fit(**arguments)
+
+    @_as_in_keras
+    def evaluate(self, *args, **kwargs):
+        with self._on_towers():
+            return self.model.evaluate(*args, **kwargs)
+
+    @_as_in_keras
+    def predict(self, *args, **kwargs):
+        with self._on_towers():
+            return self.model.predict(*args, **kwargs)
+
+    @_as_in_keras
+    def train_on_batch(self, *args, **kwargs):
+        with self._on_towers():
+            return self.model.train_on_batch(*args, **kwargs)
+
+    @_as_in_keras
+    def test_on_batch(self, *args, **kwargs):
+        with self._on_towers():
+            return self.model.test_on_batch(*args, **kwargs)
+
+    @_as_in_keras
+    def predict_on_batch(self, *args, **kwargs):
+        with self._on_towers():
+            return self.model.predict_on_batch(*args, **kwargs)
+
+    def copies(self, variable):
+        """The copies of a variable of the model, a tf.Variable for each tower, the first being the model's own."""
+        return replicas(self._devices).of(variable)
+
+    def refresh(self):
+        """Bring all towers' copies to the model's values, whatever changed these.
+
+        Done at the start of every call and epoch; in between, assignments made in Python are noticed without it.
+        """
+        variables = [v for f in (self._functions or {}).values() for v in f.towers.variables]
+        replicas(self._devices).refresh_all({id(v): v for v in variables}.values())
+
+    @contextmanager
+    def _on_towers(self):
+        """The model's functions are ours while this is open; afterwards the model is a plain one again."""
+        _check(self.model)
+        self._follow_compile()
+        self.refresh()
+        before = {name: getattr(self.model, name) for name in self._functions}
+        for name, function in self._functions.items():
+            setattr(self.model, name, function)
+        try:
+            yield
+        finally:
+            for name, function in self._functions.items():
+                if getattr(self.model, name) is function:  # not where a callback has compiled the model anew
+                    setattr(self.model, name, before[name])
+
+    def _follow_compile(self):
+        """Make the functions anew when the model has been compiled since: compile() makes a new loss tracker."""
+        compiled = self.model.metrics[0]
+        if self._compiled is compiled:
+            return
+        self._compiled = compiled
+        self._functions = {
+            "train_function": _Loop(self.model, self._steps("train_step"), self.model.steps_per_execution),
+            "test_function": _Loop(self.model, self._steps("test_step"), self.model.steps_per_execution),
+            "predict_function": _Predict(self._steps("predict_step")),
+        }
+
+    def _steps(self, name):
+        own = _is_own(self.model, name)
+        return TowerStep(
+            getattr(self.model, name),
+            self._devices,
+            batch_norm=self._batch_norm,
+            weighting=Weighting.LOSS if own else Weighting.GRADIENT,
+            autograph=False,
+        )
+
+
+class _Loop:
+    """train_function or test_function: runs steps_per_execution steps from an iterator and returns the logs."""
+
+    def __init__(self, model, towers, steps):
+        self.towers = towers
+        self._steps = steps
+        self._agree = _is_own(model, towers.name)
+        self._run = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
+        self._batch = Replicated(towers)
+
+    def __call__(self, iterator):
+        replicas(self.towers.devices).refresh()
+        if isinstance(iterator, tf.data.Iterator):
+            with errors_explained():
+                return self._run(iterator)
+        logs = None
+        for _, data in zip(range(self._steps), iterator, strict=False):
+            logs = self._batch(data)
+        return logs
+
+    def _in_graph(self, iterator):
+        first = self._step(iterator.get_next())
+        if self._steps == 1:
+            return first
+
+        def more(i, has_data, *_):
+            return has_data & (i < self._steps)
+
+        def another(i, _, *logs):
+            data = iterator.get_next_as_optional()
+            has_data = data.has_value()
+            step = functools.partial(lambda: tf.nest.flatten(self._step(data.get_value())))
+            return i + 1, has_data, *tf.cond(has_data, step, lambda: list(logs))
+
+        start = (tf.constant(1), tf.constant(True), *tf.nest.flatten(first))
+        _, _, *logs = tf.while_loop(more, another, start, parallel_iterations=1)
+        return tf.nest.pack_sequence_as(first, logs)
+
+    def _step(self, data):
+        batch = tf.nest.map_structure(batches.leaf, (data,))
+        batches.check(batch)
+        return self.towers.emit(batch, towers_agree=self._agree)
+
+
+class _Predict:
+    """predict_function: the outputs for a list of batches, rows in order."""
+
+    def __init__(self, towers):
+        self.towers = towers
+        self._batch = Replicated(towers)
+
+    def __call__(self, data):
+        outputs = [self._batch(batch) for batch in data]
+        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+
+class _Refresh(keras.callbacks.Callback):
+    """Before an epoch, what callbacks changed on the model reaches every tower, even if a graph of theirs did it."""
+
+    def __init__(self, trainer):
+        super().__init__()
+        self._trainer = trainer
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._trainer.refresh()
+
+
+def _with_refresh(callbacks, trainer):
+    refresh = _Refresh(trainer)
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.append(refresh)
+        return callbacks
+    return [*tf.nest.flatten(callbacks if callbacks is not None else []), refresh]
+
+
+def _is_own(model, name):
+    """Whether `model` runs Keras' own method of that name, not one its class or the user has put in its place."""
+    return getattr(type(model), name) is getattr(keras.Model, name) and name not in vars(model)
+
+
+def _check(model):
+    if keras.backend.backend() != "tensorflow":
+        raise ModelError(
+            f"Keras runs on the backend {keras.backend.backend()!r}; multitower needs 'tensorflow': "
+            f"set KERAS_BACKEND=tensorflow before keras is imported"
+        )
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"Trainer got {model!r} of type {type(model).__name__}; expected a compiled keras.Model")
+    if not model.compiled:
+        raise ModelError(f"model {model.name!r} is not compiled; call model.compile(optimizer, loss) first")
+    strategy = type(model.distribute_strategy).__name__
+    if not strategy.startswith("_Default"):
+        raise ModelError(
+            f"model {model.name!r} was made under {strategy}; make it outside any tf.distribute strategy: "
+            f"multitower places the variables itself"
+        )
+    if model.run_eagerly:
+        raise ModelError(
+            f"model {model.name!r} is compiled with run_eagerly=True, and towers run in a graph; compile it with "
+            f"run_eagerly=False (to debug step by step, use model.fit without multitower)"
+        )

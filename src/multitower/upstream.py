@@ -1,0 +1,41 @@
+"""Names of TensorFlow and Keras that are not public API. No other module uses one; tests/test_upstream.py watches them.
+
+Each function says which name it rests on and why there is no public one.
+"""
+
+import tensorflow as tf
+
+
+def keras_mask(x):
+    """The mask Keras attached to an output (`_keras_mask`): keras.src has get_keras_mask, keras.* has nothing."""
+    return getattr(x, "_keras_mask", None)
+
+
+def set_keras_mask(x, mask):
+    """Attach a mask where Keras' losses and metrics look for it (`_keras_mask`)."""
+    x._keras_mask = mask
+
+
+def with_autograph(function):
+    """`function` with Python control flow on tensors turned into graph control flow, as tf.function does.
+
+    tf.autograph.to_graph takes neither bound methods nor callables and ignores do_not_convert;
+    `tf.__internal__.autograph.tf_convert` is what tf.function and tf.data call.
+    """
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(function, autograph.control_status_ctx())
+
+
+def python_function(function):
+    """The Python function inside a tf.function, else `function` itself (`python_function`, documented nowhere)."""
+    return getattr(function, "python_function", function)
+
+
+def batch_norm_moments_name():
+    """The method of keras.layers.BatchNormalization that computes the statistics of a batch: `_moments`."""
+    return "_moments"
+
+
+def restore_method_name():
+    """The method of tf.Variable that tf.train.Checkpoint restores through: `_restore_from_tensors`."""
+    return "_restore_from_tensors"
