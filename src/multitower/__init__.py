@@ -5,6 +5,7 @@ import importlib
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "BatchNormalization": "norm",
     "Trainer": "trainer",
     "all_gather": "collectives",
     "all_reduce": "collectives",

@@ -118,7 +118,7 @@ def _train_rows(report: Any) -> list[tuple[str, str]]:
         ("devices", ", ".join(report.devices)),
         ("towers", str(report.towers)),
         ("rows per tower", f"{' + '.join(map(str, report.rows_per_tower))} of a batch of {report.batch_size}"),
-        ("seconds", f"{report.seconds:.1f} for {report.epochs} epochs, everything included"),
+        ("seconds", f"{report.seconds:.1f} in all; epochs: {report.epochs}"),
         ("model", report.model),
         ("logs", report.logs),
     ]

@@ -129,6 +129,7 @@ class Tower:
         rows: rows of every tower's shard, an int32 tensor of shape (N,).
         weighting: see `Weighting`.
         silenced: names of Keras methods that need no help now, because they are given the whole batch already.
+        batch_moments: with batch_norm="tower", the mean and variance for the layer being called: see `hooks`.
     """
 
     def __init__(self, group, index, rows, weighting):
@@ -137,6 +138,7 @@ class Tower:
         self.rows = rows
         self.weighting = weighting
         self.silenced = frozenset()
+        self.batch_moments = None
         self._inputs = {}
         self._gathered = {}
 
@@ -276,10 +278,10 @@ def _all_reduce(x, op):
 
 @tf.custom_gradient
 def _differentiable_sum(x):
-    return sum_over_towers(x), _shared_gradient
+    return sum_over_towers(x), shared_gradient
 
 
-def _shared_gradient(dy):
+def shared_gradient(dy):
     """(1/p_i) Σ_j p_j · dy_j: the gradient, for this tower, of something all towers use."""
     tower = current()
     if tower.weighting is Weighting.LOSS:
@@ -316,7 +318,7 @@ def _all_gather(x):
     if x.shape.rank == 0:
         raise ValueError("all_gather got a scalar; expected a tensor whose first dimension is rows")
     counts = gather_fixed(tf.shape(x)[0])
-    gathered = gather_rows(x, counts, lambda dy: _own_part(_shared_gradient(dy), counts, tower))
+    gathered = gather_rows(x, counts, lambda dy: _own_part(shared_gradient(dy), counts, tower))
     tower.remember(x, gathered)
     return gathered
 

@@ -35,21 +35,20 @@ def keras_in_towers(batch_norm="global"):
     """While this is open, Keras means the global batch in the thread whose `collectives.current()` is a tower.
 
     Args:
-        batch_norm: "global", or "tower" to leave BatchNormalization the statistics of each tower's shard.
+        batch_norm: "global", or "tower" for BatchNormalization with the statistics of each tower's shard.
     """
     with _lock, ExitStack() as stack:
         for root, name, hook, silences in _HOOKS:
-            stack.enter_context(_replaced(root, name, hook, silences))
-        if batch_norm == "global":
-            moments = upstream.batch_norm_moments_name()
-            stack.enter_context(_replaced(keras.layers.BatchNormalization, moments, _moments, ()))
+            stack.enter_context(_replaced((*root.__mro__, *_subclasses(root)), name, hook, silences))
+        for name, hook in _BATCH_NORM_HOOKS[batch_norm]:
+            stack.enter_context(_replaced((keras.layers.BatchNormalization,), name, hook, ()))
         yield
 
 
 @contextmanager
-def _replaced(root, name, hook, silences):
-    """Put `hook` around method `name` wherever `root`, its bases or its subclasses define it."""
-    owners = {c: vars(c)[name] for c in (*root.__mro__, *_subclasses(root)) if name in vars(c)}
+def _replaced(classes, name, hook, silences):
+    """Put `hook` around method `name` wherever one of `classes` defines it."""
+    owners = {c: vars(c)[name] for c in classes if name in vars(c)}
     for owner, original in owners.items():
         setattr(owner, name, _hooked(original, hook, silences))
     try:
@@ -145,8 +144,36 @@ def _next_seed(tower, original, generator, *args, **kwargs):
     return seed + tf.stack([offset, tf.zeros_like(offset)])
 
 
-def _moments(tower, original, layer, inputs, mask):
+def _global_moments(tower, original, layer, inputs, mask):
     return norm.layer_moments(layer, inputs, mask)
+
+
+def _tower_moments(tower, original, layer, inputs, mask):
+    return tower.batch_moments(layer, inputs, mask)
+
+
+def _call_with_tower_moments(tower, original, layer, *args, **kwargs):
+    """batch_norm="tower": Keras' own call twice, as it uses the moments for its outputs and its moving statistics alike.
+
+    First with the shard's moments, for the outputs. Then the moving statistics are put back and the call is made again
+    with the pooled moments, for them alone: the graph drops its outputs, which nobody reads.
+    """
+    shard = norm.ShardMoments()
+    tower.batch_moments = shard.own
+    outputs = original(*args, **kwargs)
+    if shard.before is not None:
+        for variable, value in shard.before:
+            variable.assign(value)
+        tower.batch_moments = shard.pooled
+        original(*args, **kwargs)
+    return outputs
+
+
+# Only Keras' own methods are replaced, which subclasses reach by super(): what they do around it happens once.
+_BATCH_NORM_HOOKS = {
+    "global": ((upstream.batch_norm_moments_name(), _global_moments),),
+    "tower": ((upstream.batch_norm_moments_name(), _tower_moments), ("call", _call_with_tower_moments)),
+}
 
 
 # class, method, hook, methods that mean what they always do while it runs: they work on the whole batch already

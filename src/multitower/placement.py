@@ -173,11 +173,12 @@ def _renamed(resource):
     """A resource all towers share (a lookup table), under a new name for each.
 
     Automatic control dependencies go by tensor: calls that take the same resource would run one after another, and a
-    tower that waits for another one's turn waits for ever in its first collective.
+    tower that waits for another one's turn waits for ever in its first collective. They see through Identity, not
+    through IdentityN (tensorflow/python/framework/auto_control_deps.py).
     """
 
     def identity():
         with tf.device(resource.device):
-            return tf.identity(resource)
+            return tf.raw_ops.IdentityN(input=[resource])[0]
 
     return identity

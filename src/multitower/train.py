@@ -113,8 +113,8 @@ def run(
     train, validation = _load_data(loaded, given, batch_size)
     trainer = Trainer(make_model(loaded, given), devices=names)
     model, logs = directory / "model.keras", directory / "logs"
+    _make(logs)
     with _in_run_dir(directory):
-        logs.mkdir(parents=True)
         batch_size = batch_size or loaded.batch_size
         speed, trained = _fit(trainer, train, validation, batch_size, epochs or loaded.epochs, logs / "history.csv")
         metrics = {
@@ -154,6 +154,15 @@ def _free_run_dir(run_dir: str | Path | None, job: str) -> Path:
     if directory.exists() and any(directory.iterdir()):
         raise JobError(f"run directory {directory} is not empty and is not overwritten; give --run-dir another one")
     return directory
+
+
+def _make(logs: Path) -> None:
+    try:
+        logs.mkdir(parents=True)
+    except OSError as error:  # no permission, or another run of the same second was faster
+        raise JobError(
+            f"run directory: {logs} cannot be made ({error.strerror}); give --run-dir another one"
+        ) from error
 
 
 @contextmanager

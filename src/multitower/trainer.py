@@ -76,7 +76,8 @@ class Trainer:
     @property
     def traces(self):
         """How often train_step, test_step and predict_step have been traced, a dict of ints."""
-        return {name: f.towers.traces for name, f in (self._functions or {}).items()}
+        functions = self._functions or {}
+        return {name.replace("function", "step"): f.towers.traces for name, f in functions.items()}
 
     @_as_in_keras
     def fit(self, *args, **kwargs):

@@ -3,6 +3,7 @@
 Each function says which name it rests on and why there is no public one.
 """
 
+import keras
 import tensorflow as tf
 
 
@@ -34,6 +35,23 @@ def python_function(function):
 def batch_norm_moments_name():
     """The method of keras.layers.BatchNormalization that computes the statistics of a batch: `_moments`."""
     return "_moments"
+
+
+class BatchNormWithMoments(keras.layers.BatchNormalization):
+    """A BatchNormalization layer whose statistics of a batch are computed by `batch_moments` (Keras: `_moments`)."""
+
+    def batch_moments(self, inputs, mask, of_keras):
+        """Mean and variance, each of shape (C,).
+
+        Args:
+            inputs: float32 or float64 tensor with C channels in dimension `self.axis`.
+            mask: None or a boolean tensor of the shape of `inputs` without its last dimension.
+            of_keras: what Keras would compute: a function of inputs and mask.
+        """
+        raise NotImplementedError
+
+    def _moments(self, inputs, mask):
+        return self.batch_moments(inputs, mask, super()._moments)
 
 
 def restore_method_name():

@@ -38,7 +38,7 @@ def build_model(lr: float = 1e-3, width: int = 32, dropout: float = 0.3, seed: i
 def _conv_block(channels: int) -> list[keras.Layer]:
     """Convolution, batch norm, relu, 2×2 max pool: (B, h, w, c) → (B, h/2, w/2, channels)."""
     conv = keras.layers.Conv2D(channels, 3, padding="same", use_bias=False)
-    return [conv, keras.layers.BatchNormalization(momentum=0.95), keras.layers.ReLU(), keras.layers.MaxPooling2D()]
+    return [conv, keras.layers.BatchNormalization(momentum=0.9), keras.layers.ReLU(), keras.layers.MaxPooling2D()]
 
 
 def load_data(seed: int = 0) -> tuple[Arrays, Arrays]:
