@@ -11,6 +11,7 @@ The two logical CPU devices are the same for both. --plot draws the second table
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -60,18 +61,22 @@ def on_towers(count, arrays):
     return lambda: step(*tensors)
 
 
+@functools.cache
+def mirrored():
+    """The one strategy of the process: collectives of a second one would take the first one's keys."""
+    return tf.distribute.MirroredStrategy(DEVICES)
+
+
+def per_replica(halves):
+    return mirrored().experimental_distribute_values_from_function(lambda c: halves[c.replica_id_in_sync_group])
+
+
 def on_mirrored(count, arrays):
     """The same under MirroredStrategy, each replica's half of the rows being on its device already."""
-    strategy = tf.distribute.MirroredStrategy(DEVICES)
+    strategy = mirrored()
     with strategy.scope():
         step = forward_and_backward(stack(count, arrays[0].shape, synchronized=True))
-    halves = [np.split(a, 2) for a in arrays]
-    inputs = [
-        strategy.experimental_distribute_values_from_function(
-            lambda context, parts=parts: tf.constant(parts[context.replica_id_in_sync_group])
-        )
-        for parts in halves
-    ]
+    inputs = [per_replica(tf.split(a, 2)) for a in arrays]
     run = tf.function(lambda *args: strategy.run(step, args=args), autograph=False)
     return lambda: strategy.experimental_local_results(run(*inputs))[0]
 
@@ -113,39 +118,23 @@ def cost_row(shape, layers, rounds):
     return {"shard": shape, **row, "ratio": statistics.median(ratios)}
 
 
-def variance(run_layer, layer, x):
-    """The variance of a batch that the layer found: with momentum 0 it is the moving variance."""
-    run_layer(tf.constant(x))
-    return layer.moving_variance.numpy().astype("float64")
-
-
-def found_variances(x):
-    """The variance of each channel of the batch x, by candidate."""
-    strategy = tf.distribute.MirroredStrategy(DEVICES)
-    with strategy.scope():
-        (mirrored,) = stack(1, x.shape, momentum=0.0, synchronized=True)
+def variances(x):
+    """The variance of each channel of the batch x, by candidate: with momentum 0 it is the moving variance."""
+    with mirrored().scope():
+        (replicated,) = stack(1, x.shape, momentum=0.0, synchronized=True)
     (tower,), (single,) = stack(1, x.shape, momentum=0.0), stack(1, x.shape, momentum=0.0)
-
-    def on_replicas(x):
-        first, second = tf.split(x, 2)
-        strategy.run(
-            lambda x: mirrored(x, training=True),
-            args=(strategy.experimental_distribute_values_from_function(
-                lambda context: [first, second][context.replica_id_in_sync_group]
-            ),),
-        )
-
-    return {
-        OURS: variance(mt.replicate(lambda x: tower(x, training=True), DEVICES), tower, x),
-        KERAS: variance(tf.function(on_replicas, autograph=False), mirrored, x),
-        ONE: variance(tf.function(lambda x: single(x, training=True), autograph=False), single, x),
-    }
+    run = tf.function(lambda x: mirrored().run(lambda x: replicated(x, training=True), args=(x,)), autograph=False)
+    run(per_replica(tf.split(x, 2)))
+    mt.replicate(lambda x: tower(x, training=True), DEVICES)(x)
+    tf.function(lambda x: single(x, training=True), autograph=False)(x)
+    layers = {OURS: tower, KERAS: replicated, ONE: single}
+    return {name: layer.moving_variance.numpy().astype("float64") for name, layer in layers.items()}
 
 
 def error_row(mean, std):
     x = np.random.default_rng(1).normal(mean, std, (64, 24, 24, 16)).astype("float32")
     true = np.var(x.astype("float64"), (0, 1, 2))
-    errors = {name: float(np.max(np.abs(found / true - 1))) for name, found in found_variances(x).items()}
+    errors = {name: float(np.max(np.abs(found / true - 1))) for name, found in variances(x).items()}
     return {"mean": mean, "std": std, **errors}
 
 
@@ -173,7 +162,7 @@ def main():
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, too")
     parser.add_argument("--plot", metavar="FILE", help="draw the error against mean/std into this file")
     options = parser.parse_args()
-    mt.devices("cpu:2")
+    mt.devices("cpu:2")  # makes the two logical devices, before anything uses TensorFlow
 
     print(f"cost of one layer, forward and backward, ms ({options.layers} layers, {options.rounds} rounds)")
     print(f"{'shard of a tower':<20}{OURS:>22}{KERAS:>22}{ONE:>22}{'ratio':>8}")

@@ -69,10 +69,14 @@ def contenders(build):
     }
 
 
-def seconds(fit, x, y, batch_size):
-    began = time.perf_counter()
-    fit(x, y, batch_size=batch_size, epochs=1, verbose=0)
-    return time.perf_counter() - began
+def time_all(fits, x, y, batch_size):
+    """Seconds of one epoch for each contender, one after another."""
+    seconds = {}
+    for name, fit in fits.items():
+        began = time.perf_counter()
+        fit(x, y, batch_size=batch_size, epochs=1, verbose=0)
+        seconds[name] = time.perf_counter() - began
+    return seconds
 
 
 def main():
@@ -85,8 +89,8 @@ def main():
     mt.devices("cpu:2")
     build, x, y = NETWORKS[options.network]()
     fits = contenders(build)
-    first = {name: seconds(fit, x, y, options.batch_size) for name, fit in fits.items()}
-    rounds = [{name: seconds(fit, x, y, options.batch_size) for name, fit in fits.items()} for _ in range(options.rounds)]
+    first = time_all(fits, x, y, options.batch_size)
+    rounds = [time_all(fits, x, y, options.batch_size) for _ in range(options.rounds)]
     report(options, len(x), first, rounds)
 
 
@@ -95,7 +99,7 @@ def report(options, rows, first, rounds):
     plain, one, two, mirrored = names
     steps = -(-rows // options.batch_size)
     medians = {name: statistics.median(r[name] for r in rounds) for name in names}
-    print(f"{options.network}: {rows} rows, batch {options.batch_size}, {options.rounds} rounds, TensorFlow {tf.__version__}")
+    print(f"{options.network}: {rows} rows, batch {options.batch_size}, {options.rounds} rounds, TF {tf.__version__}")
     for name in names:
         print(
             f"  {name:<34} {1e3 * medians[name] / steps:8.2f} ms/step {rows / medians[name]:9.0f} examples/s"
@@ -106,7 +110,8 @@ def report(options, rows, first, rounds):
     print(f"  cost of Trainer on one device: {cost:.3f} x the time of fit (goal: at most 1.05)")
     print(f"  gain on two devices: {gain:.2f} x the examples/s of MirroredStrategy (goal: at least 1.1)")
     if options.json:
-        print(json.dumps({"network": options.network, "cost_1": cost, "gain_2": gain, "seconds": medians, "first": first}))
+        result = {"network": options.network, "cost_1": cost, "gain_2": gain, "seconds": medians, "first": first}
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

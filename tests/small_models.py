@@ -117,7 +117,7 @@ class OwnStep(Subclassed):
     """A train_step as Keras' guide writes it: compute_loss, then the optimizer."""
 
     def train_step(self, data):
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             prediction = self(x, training=True)
             loss = self.compute_loss(x, y, prediction)
@@ -155,7 +155,7 @@ class OwnLoss(keras.Model):
         return self.dense(x)
 
     def train_step(self, data):
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             prediction = self(x, training=True)
             loss = self.squares(y, prediction)

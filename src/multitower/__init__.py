@@ -1,22 +1,39 @@
 """multitower: Keras and TensorFlow code for one device, trained on all devices, with the result of one device."""
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .device import devices
+    from .exchange import all_gather, all_reduce
+    from .tower import rows, tower_count, tower_index
+    from .towers import replicate
+    from .trainer import Trainer
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "BatchNormalization": "norm",
     "Trainer": "trainer",
-    "all_gather": "collectives",
-    "all_reduce": "collectives",
+    "all_gather": "exchange",
+    "all_reduce": "exchange",
     "devices": "device",
     "replicate": "towers",
-    "rows": "collectives",
-    "tower_count": "collectives",
-    "tower_index": "collectives",
+    "rows": "tower",
+    "tower_count": "tower",
+    "tower_index": "tower",
 }
 
-__all__ = sorted(_EXPORTS)
+__all__ = [
+    "Trainer",
+    "all_gather",
+    "all_reduce",
+    "devices",
+    "replicate",
+    "rows",
+    "tower_count",
+    "tower_index",
+]
 
 
 def __getattr__(name):

@@ -4,6 +4,8 @@ A batch is a nested structure. Its leaves are tensors of rows (dense, ragged, sp
 gets undivided, and Python values that are constants of the trace.
 """
 
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -37,7 +39,7 @@ def leaf(value):
         return value
     if not tf.is_tensor(value) and not isinstance(value, (np.ndarray, np.generic)):
         return value
-    tensor = leaf_tensor(value)
+    tensor: Any = leaf_tensor(value)
     return Whole(tensor) if tensor.shape.rank == 0 else tensor
 
 

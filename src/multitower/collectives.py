@@ -1,32 +1,18 @@
-"""How towers talk: the tower context and the collectives inside a step. The only user of collective operations.
-
-A step is traced once; while it is traced, `current()` is the `Tower` it is traced for: symbolic, the same graph for
-all towers, so its index and its rows are tensors. The functions here are differentiable for the objective all towers
-minimise together, the mean over the rows of the global batch:
-
-    L = Σ_i w_i · L_i,    w_i = rows[i] / B
-
-Where tower i's own backward pass starts from ∂L_i (`Weighting.GRADIENT`, a hand-written step) its gradient is weighted
-by w_i when gradients are summed; where it starts from w_i · ∂L_i (`Weighting.LOSS`, Keras' own train_step, where the
-weight is applied by `optimizer.scale_loss`) gradients are summed as they are. A collective's gradient has to speak the
-same language: with p_i = w_i (GRADIENT) or 1 (LOSS), the gradient of a sum over towers is (1/p_i) Σ_j p_j · dy_j.
+"""Collectives of TensorFlow between towers, by group and instance key. The only user of collective operations.
 
 Every collective takes the token of its tower's device: automatic control dependencies then run the collectives of one
 tower in the order of the trace, which is the same on every tower, and never order one tower after another, which would
-hang the step.
+hang the step. Nothing here is differentiable; see `exchange`.
 """
 
-import enum
 import threading
-from contextlib import contextmanager
 from functools import cache
 
 import tensorflow as tf
 
+from .device import physical_gpu_count
 from .errors import MultitowerError
-
-__all__ = ["all_gather", "all_reduce", "rows", "tower_count", "tower_index"]
-
+from .tower import current, this_tower
 
 
 class _Keys:
@@ -47,7 +33,6 @@ class _Keys:
 # and 100 (tensorflow/python/distribute/cross_device_utils.py, CollectiveKeys): start far away from both.
 _group_keys = _Keys(2_100_000_000)
 _instance_keys = _Keys(1_000_000_000)
-_tracing = threading.local()
 
 # Kernels of CollectiveGatherV2 and CollectiveReduceV2 exist for these; other numbers travel as the type named.
 _NATIVE = {tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}
@@ -60,13 +45,6 @@ _TRAVELS_AS = {
     tf.uint16: tf.int32,
     tf.uint32: tf.int64,
 }
-
-
-class Weighting(enum.Enum):
-    """Where the weight w_i = rows[i] / B enters the backward pass of a tower."""
-
-    LOSS = "loss"
-    GRADIENT = "gradient"
 
 
 class Group:
@@ -109,295 +87,13 @@ def implementation(devices):
     Returns:
         A pair of strings (name, reason); name is "none", "ring" or "nccl".
     """
-    from .device import physical_gpu_count
-
     if len(devices) == 1:
         return "none", "one tower has nobody to talk to"
     if not all("GPU:" in d.upper() for d in devices):
-        return "ring", "ring collectives run on CPU devices and on mixed ones; NCCL needs a GPU for every tower"
+        return "ring", "TensorFlow's ring runs on CPU devices; NCCL needs a GPU for every tower"
     if physical_gpu_count(list(devices)) < len(devices):
         return "ring", "several towers share a physical GPU, which NCCL does not allow"
     return "nccl", "every tower has a physical GPU of its own"
-
-
-class Tower:
-    """The tower a step is being traced for.
-
-    Attributes:
-        group: its `Group`.
-        index: this tower's number, an int32 scalar tensor.
-        rows: rows of every tower's shard, an int32 tensor of shape (N,).
-        weighting: see `Weighting`.
-        silenced: names of Keras methods that need no help now, because they are given the whole batch already.
-        batch_moments: with batch_norm="tower", the mean and variance for the layer being called: see `hooks`.
-    """
-
-    def __init__(self, group, index, rows, weighting):
-        self.group = group
-        self.index = index
-        self.rows = rows
-        self.weighting = weighting
-        self.silenced = frozenset()
-        self.batch_moments = None
-        self._inputs = {}
-        self._gathered = {}
-
-    @property
-    def count(self):
-        return self.group.count
-
-    @property
-    def own_rows(self):
-        """Rows of this tower's shard, an int32 scalar."""
-        return self.rows[0] if self.count == 1 else self.rows[self.index]
-
-    @property
-    def batch_rows(self):
-        """B, the rows of the global batch, an int32 scalar."""
-        return tf.reduce_sum(self.rows)
-
-    def share(self, dtype):
-        """w_i = rows[i] / B as a scalar of `dtype`."""
-        return tf.cast(self.own_rows, dtype) / tf.cast(self.batch_rows, dtype)
-
-    def inverse_share(self, dtype):
-        """B / rows[i]; 0 for a tower without rows, which has no gradient to give."""
-        return tf.math.divide_no_nan(tf.cast(self.batch_rows, dtype), tf.cast(self.own_rows, dtype))
-
-    def weigh(self, x):
-        """x · w_i, and 0 where the tower has no rows, whatever x is (the mean over no rows is NaN)."""
-        return tf.math.multiply_no_nan(x, self.share(x.dtype))
-
-    def know_whole(self, x, whole):
-        """x is an input of the step and `whole` the same of the global batch: gathering x costs nothing."""
-        self._inputs[id(x)] = (x, whole)
-
-    def is_input(self, x):
-        """Whether x is an input of the step itself."""
-        return id(x) in self._inputs
-
-    def remember(self, x, gathered):
-        """Note that `gathered` is x of all towers, so that the next gather of x is free."""
-        self._gathered[id(x)] = (x, gathered)
-
-    def recall(self, x):
-        """What is known to be x of all towers in the graph being built, or None."""
-        if id(x) in self._inputs:
-            return self._inputs[id(x)][1]
-        _, gathered = self._gathered.get(id(x), (None, None))
-        return gathered if getattr(gathered, "graph", None) is tf.compat.v1.get_default_graph() else None
-
-    @contextmanager
-    def silencing(self, names):
-        """Calls named in `names` keep their single-device meaning in this block: they are given the whole batch."""
-        before, self.silenced = self.silenced, self.silenced | set(names)
-        try:
-            yield
-        finally:
-            self.silenced = before
-
-
-def current():
-    """The `Tower` whose step this thread is tracing, or None."""
-    return getattr(_tracing, "tower", None)
-
-
-@contextmanager
-def traced_for(tower):
-    """Make `tower` the current one while its step is traced."""
-    before, _tracing.tower = current(), tower
-    try:
-        yield tower
-    finally:
-        _tracing.tower = before
-
-
-def tower_index():
-    """Number of the tower that runs this: an int32 scalar, 0 … N−1; 0 outside towers."""
-    tower = current()
-    return tf.constant(0) if tower is None else tf.convert_to_tensor(tower.index)
-
-
-def tower_count():
-    """N, the number of towers, a Python int; 1 outside towers."""
-    tower = current()
-    return 1 if tower is None else tower.count
-
-
-def rows(batch=None):
-    """Rows of the shard this tower was given, an int32 scalar.
-
-    Args:
-        batch: needed outside towers only: a tensor or array of the batch, whose first dimension is then returned.
-    """
-    tower = current()
-    if tower is not None:
-        return tf.convert_to_tensor(tower.own_rows)
-    if batch is None:
-        raise MultitowerError(
-            "rows() was called outside a replicated step, where no shard is known; "
-            "call it inside a step given to multitower.replicate, or pass a tensor of the batch: rows(x)"
-        )
-    return tf.shape(batch)[0]
-
-
-def all_reduce(x, op="sum"):
-    """Combine a tensor of every tower; all towers get the same result.
-
-        "sum":  y = Σ_i x_i          "mean":  y = Σ_i (rows[i] / B) · x_i
-
-    The mean is that over the rows of the global batch: with uneven shards a tower counts by its rows, and a tower
-    without rows does not count. Both are differentiable.
-
-    Args:
-        x: a number or boolean tensor of the same shape and dtype on every tower, or a nested structure of them.
-        op: "sum" or "mean".
-
-    Returns:
-        The combined tensor, of x's shape and dtype (a mean of whole numbers is float32). Outside towers and with one
-        tower: x.
-
-    Raises:
-        ValueError: `op` is neither "sum" nor "mean".
-    """
-    if op not in ("sum", "mean"):
-        raise ValueError(f"all_reduce got op={op!r}; expected 'sum' or 'mean'")
-    return tf.nest.map_structure(lambda t: _all_reduce(tf.convert_to_tensor(t), op), x)
-
-
-def _all_reduce(x, op):
-    tower = current()
-    if op == "mean" and not (x.dtype.is_floating or x.dtype.is_complex):
-        x = tf.cast(x, tf.float32)
-    if tower is None or tower.count == 1:
-        return tf.identity(x)
-    if not x.dtype.is_floating:
-        return sum_over_towers(x)
-    return _differentiable_sum(tower.weigh(x) if op == "mean" else x)
-
-
-@tf.custom_gradient
-def _differentiable_sum(x):
-    return sum_over_towers(x), shared_gradient
-
-
-def shared_gradient(dy):
-    """(1/p_i) Σ_j p_j · dy_j: the gradient, for this tower, of something all towers use."""
-    tower = current()
-    if tower.weighting is Weighting.LOSS:
-        return sum_over_towers(dy)
-    return sum_over_towers(tower.weigh(dy)) * tower.inverse_share(dy.dtype)
-
-
-def all_gather(x):
-    """The rows of every tower, in tower order: what x is for the global batch. Differentiable.
-
-    Args:
-        x: tensor of shape (b, …), RaggedTensor or SparseTensor whose first dimension is rows; b may differ from tower
-            to tower, the other dimensions may not. Or a nested structure of them.
-
-    Returns:
-        x of the global batch, of shape (Σ b, …). Outside towers and with one tower: x.
-    """
-    return tf.nest.map_structure(_all_gather, x)
-
-
-def _all_gather(x):
-    tower = current()
-    if not tf.is_tensor(x):
-        x = tf.convert_to_tensor(x)
-    if tower is None or tower.count == 1:
-        return x
-    known = tower.recall(x)
-    if known is not None:
-        return known
-    if isinstance(x, tf.RaggedTensor):
-        return _gather_ragged(x)
-    if isinstance(x, tf.SparseTensor):
-        return _gather_sparse(tower, x)
-    if x.shape.rank == 0:
-        raise ValueError("all_gather got a scalar; expected a tensor whose first dimension is rows")
-    counts = gather_fixed(tf.shape(x)[0])
-    gathered = gather_rows(x, counts, lambda dy: _own_part(shared_gradient(dy), counts, tower))
-    tower.remember(x, gathered)
-    return gathered
-
-
-def _gather_ragged(x):
-    values = _all_gather(x.values)
-    lengths = _all_gather(x.row_lengths())
-    return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
-
-
-def _gather_sparse(tower, x):
-    """Rows of tower i move down by the rows of the towers before it."""
-    before = tf.cast(_start(tower.rows, tower.index), tf.int64)
-    shift = tf.concat([[before], tf.zeros_like(x.dense_shape[1:])], 0)
-    indices = _all_gather(x.indices + shift)
-    values = _all_gather(x.values)
-    widest = tf.reduce_max(gather_fixed(x.dense_shape), axis=0)
-    shape = tf.concat([[tf.cast(tower.batch_rows, tf.int64)], widest[1:]], 0)
-    return tf.SparseTensor(indices, values, shape)
-
-
-def gather_outputs(x):
-    """Model outputs of all towers, for code that every tower runs alike on the whole batch: its gradient is free.
-
-    As every tower computes the same function of the result, ∂L/∂x needs no collective: it is this tower's own part of
-    dy, the other towers' parts being their business.
-
-    Args:
-        x: tensor whose first dimension is exactly this tower's rows.
-    """
-    tower = current()
-    if tower is None or tower.count == 1:
-        return x
-    if not isinstance(x, tf.Tensor):
-        return _all_gather(x)
-    known = tower.recall(x)
-    if known is not None:
-        return known
-    check = tf.debugging.assert_equal(
-        tf.shape(x)[0],
-        tower.own_rows,
-        message="multitower: an output of the model does not have one row for each row of the batch",
-    )
-    with tf.control_dependencies([check]):
-        counts = tf.identity(tower.rows)
-    gathered = gather_rows(x, counts, lambda dy: _own_part(dy, counts, tower) * tower.inverse_share(dy.dtype))
-    tower.remember(x, gathered)
-    return gathered
-
-
-def gather_rows(x, counts, gradient):
-    """All towers' rows of x, in tower order; `gradient` maps dy of the result to dx.
-
-    Args:
-        x: dense tensor of shape (counts[i], …) on tower i.
-        counts: int32 tensor of shape (N,).
-    """
-
-    @tf.custom_gradient
-    def gather(x):
-        tail = tf.shape(x)[1:]
-        sizes = counts * tf.reduce_prod(tail)
-        everyone = _gather_flat(tf.reshape(x, [-1]), tf.reduce_max(sizes))
-        parts = [part[: sizes[i]] for i, part in enumerate(tf.unstack(everyone, current().count))]
-        everything = tf.reshape(tf.concat(parts, 0), tf.concat([[tf.reduce_sum(counts)], tail], 0))
-        return tf.ensure_shape(everything, [None, *x.shape[1:]]), gradient
-
-    return gather(x)
-
-
-def _start(counts, index):
-    """Rows before tower `index`."""
-    return tf.reduce_sum(tf.where(tf.range(tf.size(counts)) < index, counts, 0))
-
-
-def _own_part(dy, counts, tower):
-    dy = tf.convert_to_tensor(dy)  # IndexedSlices where the whole batch was indexed
-    start = _start(counts, tower.index)
-    return dy[start : start + counts[tower.index]]
 
 
 def sum_over_towers(x):
@@ -422,14 +118,14 @@ def gather_fixed(x):
         return x[tf.newaxis]
     if x.shape.is_fully_defined():
         return tf.reshape(_gather(tf.reshape(x, [-1]), _instance_keys.take()), [tower.count, *x.shape])
-    everyone = _gather_flat(tf.reshape(x, [-1]), tf.size(x))[:, : tf.size(x)]
+    everyone = gather_vectors(tf.reshape(x, [-1]), tf.size(x))[:, : tf.size(x)]
     return tf.reshape(everyone, tf.concat([[tower.count], tf.shape(x)], 0))
 
 
-def _gather_flat(flat, most):
+def gather_vectors(flat, most):
     """Vectors of at most `most` elements of all towers, as the rows of a matrix, filled up with zeros."""
     room, key = _room(most)
-    return tf.reshape(_gather(_filled_up(flat, room), key), [current().count, room])
+    return tf.reshape(_gather(_filled_up(flat, room), key), [this_tower().count, room])
 
 
 def _filled_up(flat, size):
@@ -468,7 +164,7 @@ def _gather(x, key):
 
 
 def _arguments(key):
-    towers = current().group
+    towers = this_tower().group
     return {
         "group_size": towers.count,
         "group_key": towers.key,

@@ -23,8 +23,10 @@ import keras
 import tensorflow as tf
 
 from . import norm, upstream
-from .collectives import Weighting, all_gather, all_reduce, current, gather_outputs, sum_over_towers
+from .collectives import sum_over_towers
+from .exchange import all_gather, all_reduce, gather_outputs
 from .reduce import sum_gradients
+from .tower import Weighting, current, this_tower
 
 _lock = threading.RLock()
 _SEED_STRIDE = 1_000_003  # a prime: no two towers and layers get seeds a small step apart
@@ -116,7 +118,7 @@ def _is_keras(original):
 @tf.custom_gradient
 def _mean_value(loss):
     """The mean over rows of a loss that differs from tower to tower, with the gradient of this tower's."""
-    return sum_over_towers(current().weigh(loss)), lambda dy: dy
+    return sum_over_towers(this_tower().weigh(loss)), lambda dy: dy
 
 
 def _update_state(tower, original, metric, *args, **kwargs):
@@ -153,7 +155,7 @@ def _tower_moments(tower, original, layer, inputs, mask):
 
 
 def _call_with_tower_moments(tower, original, layer, *args, **kwargs):
-    """batch_norm="tower": Keras' own call twice, as it uses the moments for its outputs and its moving statistics alike.
+    """batch_norm="tower": Keras' own call twice, as it uses the same moments for outputs and moving statistics.
 
     First with the shard's moments, for the outputs. Then the moving statistics are put back and the call is made again
     with the pooled moments, for them alone: the graph drops its outputs, which nobody reads.
@@ -208,7 +210,7 @@ def _whole_argument(value):
 
     Rows are gathered; a number of rows is the rows of all towers; any other number is a mean over rows.
     """
-    tower = current()
+    tower = this_tower()
     if not tf.is_tensor(value):
         return value
     if tower.recall(value) is not None:

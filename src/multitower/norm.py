@@ -21,7 +21,9 @@ import keras
 import tensorflow as tf
 
 from . import upstream
-from .collectives import current, gather_fixed, shared_gradient
+from .collectives import gather_fixed
+from .exchange import shared_gradient
+from .tower import current
 
 _SAMPLE = 8  # an eighth of the rows gives the shift; σ² ≥ (mean − shift)² / 8 then, which bounds what centring can lose
 
@@ -71,7 +73,7 @@ def measure(x, axis, mask=None):
     centred = _centred(x, shift, axis, mask)
     total = _sum(centred, axis)
     offset = tf.math.divide_no_nan(total, count)
-    m2 = _sum(tf.square(centred), axis) - total * offset
+    m2 = _sum_of_squares(centred, axis) - total * offset
     return Moments(count, shift, offset, tf.maximum(m2, 0))
 
 
@@ -179,6 +181,13 @@ def _sum(x, axis):
         if dimension != axis:
             x = tf.reduce_sum(x, dimension)
     return x
+
+
+def _sum_of_squares(x, axis):
+    """Σ x² of each channel; over one dimension by the Euclidean norm, which does not write the squares to memory."""
+    dimension = max(d for d in range(x.shape.rank) if d != axis)
+    norms = tf.math.reduce_euclidean_norm(x, dimension, keepdims=True)
+    return _sum(tf.square(norms), axis)
 
 
 def _centred(x, shift, axis, mask):

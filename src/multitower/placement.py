@@ -1,9 +1,9 @@
 """Copies of variables, one per device, and which one each tower is bound to (placement "replicated").
 
-A traced step knows variables by the handles it captured. Tower 0 keeps these: they are the user's own variables, so the
-plain model is always up to date. Every other tower is bound to copies on its device; as all towers apply the same update
-to the same values, the copies stay equal to the bit. What changes a variable from outside a step (a callback that sets
-the learning rate, weights that are loaded) is noticed and copied to every tower before the next step.
+A traced step knows variables by the handles it captured. Tower 0 keeps these: they are the user's own variables, so
+the plain model is always up to date. Every other tower is bound to copies on its device; as all towers apply the same
+update to the same values, the copies stay equal to the bit. What changes a variable from outside a step (a callback
+that sets the learning rate, weights that are loaded) is noticed and copied to every tower before the next step.
 """
 
 import functools

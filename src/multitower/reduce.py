@@ -9,7 +9,9 @@ import math
 
 import tensorflow as tf
 
-from .collectives import Weighting, all_gather, current, sum_over_towers
+from .collectives import sum_over_towers
+from .exchange import all_gather
+from .tower import Weighting, current
 
 BUCKET_BYTES = 25 * 2**20
 

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from . import batches, upstream
-from .collectives import Tower, Weighting, current, group, traced_for
+from .collectives import group
 from .device import devices as resolve_devices
 from .errors import BatchError, ModelError, MultitowerError
 from .hooks import keras_in_towers
 from .placement import bind, replicas
+from .tower import Tower, Weighting, current, traced_for
 
 _HOST = "/device:CPU:0"
+
 
 def replicate(step, devices=None, *, whole=(), batch_norm="global"):
     """Turn a function of a batch, written for one device, into the same function over N towers.
@@ -104,7 +106,7 @@ class Replicated:
             return function(*tensors)
 
     def _with_whole(self, args, kwargs):
-        if not self._whole:
+        if self._signature is None:
             return args, kwargs
         bound = self._signature.bind(*args, **kwargs)
         for name in self._whole:

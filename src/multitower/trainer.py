@@ -15,10 +15,10 @@ import keras
 import tensorflow as tf
 
 from . import batches
-from .collectives import Weighting
 from .device import devices as resolve_devices
 from .errors import ModelError
 from .placement import replicas
+from .tower import Weighting
 from .towers import Replicated, TowerStep, errors_explained
 
 
@@ -65,7 +65,7 @@ class Trainer:
         self.model = model
         self._devices = tuple(resolve_devices(devices))
         self._batch_norm = batch_norm
-        self._functions = None
+        self._functions: dict[str, _Loop | _Predict] = {}
         self._compiled = None
 
     @property
@@ -120,7 +120,7 @@ class Trainer:
 
         Done at the start of every call and epoch; in between, assignments made in Python are noticed without it.
         """
-        variables = [v for f in (self._functions or {}).values() for v in f.towers.variables]
+        variables = [v for f in self._functions.values() for v in f.towers.variables]
         replicas(self._devices).refresh_all({id(v): v for v in variables}.values())
 
     @contextmanager
@@ -232,7 +232,8 @@ class _Refresh(keras.callbacks.Callback):
 def _with_refresh(callbacks, trainer):
     refresh = _Refresh(trainer)
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.append(refresh)
+        callbacks.callbacks.append(refresh)
+        refresh.set_model(trainer.model)
         return callbacks
     return [*tf.nest.flatten(callbacks if callbacks is not None else []), refresh]
 
