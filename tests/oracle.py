@@ -65,6 +65,7 @@ def check_again(build, train, count, bound=BOUND):
     for model in (plain, trainer.model):
         for variable, value in zip(_learned(model), start, strict=True):
             variable.assign(value)
+        model.reset_metrics()
     return compare(plain, trainer, train, bound)
 
 
@@ -75,7 +76,7 @@ def _kept(build, count):
 
 
 def _learned(model):
-    """What a step changes for good; metrics are set back by Keras."""
+    """What a step changes, metrics apart."""
     return [*model.variables, *model.optimizer.variables]
 
 

@@ -7,7 +7,8 @@ import tensorflow as tf
 from keras import layers
 
 import multitower
-from multitower import collectives, hooks
+from multitower import hooks
+from multitower.tower import Tower
 from oracle import BOUND, assert_copies_equal, check, check_again
 from small_models import (
     Subclassed,
@@ -350,7 +351,7 @@ def test_control_wrong_gradients_are_seen(monkeypatch, build, wrong):
 
 def test_control_equal_weights_for_unequal_shards_are_seen(monkeypatch):
     """Averaging over towers in place of rows is right for even shards and wrong for the others."""
-    monkeypatch.setattr(collectives.Tower, "weigh", lambda tower, x: x / tower.count)
+    monkeypatch.setattr(Tower, "weigh", lambda tower, x: x / tower.count)
     check(linear, lambda m: m.train_on_batch(**regression(4)), 2)
     with pytest.raises(AssertionError, match="apart"):
         check(linear, lambda m: m.train_on_batch(**regression(5)), 2)

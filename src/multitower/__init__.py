@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .device import devices
     from .exchange import all_gather, all_reduce
+    from .norm import BatchNormalization
     from .tower import rows, tower_count, tower_index
     from .towers import replicate
     from .trainer import Trainer
@@ -25,6 +26,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "BatchNormalization",
     "Trainer",
     "all_gather",
     "all_reduce",
