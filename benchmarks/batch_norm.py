@@ -4,8 +4,8 @@
 
 Two tables. Cost: forward and backward of a stack of BatchNormalization layers, with the stack and without it; the
 difference divided by the number of layers is what one layer costs. The candidates take turns, each is warmed up first;
-printed are medians over rounds and the median of the ratios within a round. Error: the largest relative error of the
-variance over 16 channels against float64, for growing mean/std.
+printed are medians over rounds and the ratio of the first two. Error: the largest relative error of the variance over
+16 channels against float64, for growing mean/std.
 
 The two logical CPU devices are the same for both. --plot draws the second table; it needs matplotlib.
 """
@@ -114,8 +114,7 @@ def layer_costs(shape, layers, rounds):
 def cost_row(shape, layers, rounds):
     costs = layer_costs(shape, layers, rounds)
     row = {f"{name} ms": statistics.median(times) for name, times in costs.items()}
-    ratios = [ours / theirs for ours, theirs in zip(costs[OURS], costs[KERAS], strict=True) if theirs > 0]
-    return {"shard": shape, **row, "ratio": statistics.median(ratios)}
+    return {"shard": shape, **row, "ratio": row[f"{OURS} ms"] / row[f"{KERAS} ms"]}
 
 
 def variances(x):
@@ -162,6 +161,7 @@ def main():
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, too")
     parser.add_argument("--plot", metavar="FILE", help="draw the error against mean/std into this file")
     options = parser.parse_args()
+    tf.get_logger().setLevel("ERROR")  # every candidate is traced for every shape, which TensorFlow warns of
     mt.devices("cpu:2")  # makes the two logical devices, before anything uses TensorFlow
 
     print(f"cost of one layer, forward and backward, ms ({options.layers} layers, {options.rounds} rounds)")

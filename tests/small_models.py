@@ -77,7 +77,7 @@ def functional():
     model.compile(
         momentum(),
         {"kind": cross_entropy(), "size": "mse"},
-        loss_weights={"kind": 0.3, "size": 2.0},
+        loss_weights={"kind": 0.3, "size": 0.7},
         metrics={"kind": ["accuracy"], "size": [keras.metrics.MeanAbsoluteError()]},
     )
     model.optimizer.build(model.trainable_variables)

@@ -14,6 +14,7 @@ from keras.layers import BatchNormalization
 import multitower as mt
 from multitower import norm
 from multitower.batches import Whole
+from multitower.moments import Moments, measure, merge
 from multitower.tower import Weighting, current
 from multitower.towers import Replicated, TowerStep
 from oracle import assert_close, assert_copies_equal, check, devices, twins
@@ -138,8 +139,8 @@ def collectives(towers, *batch):
 
 
 def parts_of(arrays, dtype="float64"):
-    moments = [norm.measure(tf.constant(a, dtype), 1) for a in arrays]
-    return norm.Moments(*[tf.stack(part) for part in zip(*moments, strict=True)])
+    moments = [measure(tf.constant(a, dtype), 1) for a in arrays]
+    return Moments(*[tf.stack(part) for part in zip(*moments, strict=True)])
 
 
 @settings(max_examples=40, deadline=None)
@@ -154,7 +155,7 @@ def test_merged_moments_are_those_of_the_whole_set(sizes, mean, std, apart, seed
     arrays = [numbers((n, 3), [seed, i], mean + apart * std * i, std).astype("float32") for i, n in enumerate(sizes)]
     whole = np.concatenate(arrays).astype("float64")
     for dtype, bound in BOUNDS.items():
-        merged = norm.merge(parts_of(arrays, dtype))
+        merged = merge(parts_of(arrays, dtype))
         assert merged.count.numpy().tolist() == [len(whole)] * 3
         if len(whole):
             spread = np.maximum(whole.var(0), 1e-12)
@@ -168,16 +169,16 @@ def test_merged_moments_are_those_of_the_whole_set(sizes, mean, std, apart, seed
 @given(sizes=st.lists(st.integers(0, 5), min_size=3, max_size=6), cut=st.integers(1, 2))
 def test_merging_in_two_stages_is_merging_at_once(sizes, cut):
     arrays = [numbers((n, 2), i, mean=1e3) for i, n in enumerate(sizes)]
-    stages = [norm.merge(parts_of(part)) for part in (arrays[:cut], arrays[cut:])]
-    twice = norm.merge(norm.Moments(*[tf.stack(part) for part in zip(*stages, strict=True)]))
-    once = norm.merge(parts_of(arrays))
+    stages = [merge(parts_of(part)) for part in (arrays[:cut], arrays[cut:])]
+    twice = merge(Moments(*[tf.stack(part) for part in zip(*stages, strict=True)]))
+    once = merge(parts_of(arrays))
     np.testing.assert_allclose(twice.mean, once.mean, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(twice.variance, once.variance, rtol=1e-10, atol=1e-12)
 
 
 def test_constant_numbers_have_no_variance_and_it_is_never_negative():
     for value in (0.1, 1000.1, 3e-7):
-        variance = norm.measure(tf.fill([37, 4], tf.constant(value)), 1).variance.numpy()
+        variance = measure(tf.fill([37, 4], tf.constant(value)), 1).variance.numpy()
         assert np.all(variance >= 0)
         assert np.all(variance <= (1e-6 * value) ** 2)
 
@@ -185,7 +186,7 @@ def test_constant_numbers_have_no_variance_and_it_is_never_negative():
 def test_a_number_that_is_not_finite_is_not_hidden():
     x = numbers((6, 2)).astype("float32")
     x[3, 0], x[5, 1] = np.nan, np.inf
-    moments = norm.measure(tf.constant(x), 1)
+    moments = measure(tf.constant(x), 1)
     assert not np.isfinite(moments.mean.numpy()).any()
     assert np.isnan(moments.variance.numpy()).all()
 
@@ -231,7 +232,7 @@ def test_control_mean_of_squares_minus_square_of_mean_is_wrong(mean, std):
 def test_variance_is_right_over_many_elements():
     """Where TensorFlow's own sum over 131072 rows at once, and Keras' variance with it, is 3e-5 to 1e-4 off."""
     x = numbers((128, 32, 32, 4), mean=1000.0, std=0.1).astype("float32")
-    assert errors_of(norm.measure(tf.constant(x), 3).variance.numpy(), x) <= 1e-6
+    assert errors_of(measure(tf.constant(x), 3).variance.numpy(), x) <= 1e-6
 
 
 # ---- equality with one device
@@ -286,13 +287,13 @@ def test_masked_elements_do_not_count(mask, dtype):
 
 def test_masked_elements_may_be_anything():
     x, mask = numbers((4, 3, 2)), np.array([[1, 1, 0]] * 4, bool)
-    x[:, 2] = np.nan
-    layer = layer_of(BatchNormalization, x.shape, "float64")
-    step = training_step(layer, 4, mask=True)
-    factors = np.where(np.isnan(x), 0, 1.0)
-    (_, dx, *_), _ = on_shards(step, (1, 3), x, factors, mask)
-    assert np.isfinite(dx[:, :2]).all()
-    assert np.isfinite(layer.moving_variance.numpy()).all()
+    statistics = []
+    for masked in (0.0, np.nan):
+        x[:, 2] = masked
+        layer = layer_of(BatchNormalization, x.shape, "float64")
+        on_shards(lambda x, mask, layer=layer: [layer(x, training=True, mask=mask)], (1, 3), x, mask)
+        statistics.append([layer.moving_mean.numpy(), layer.moving_variance.numpy()])
+    np.testing.assert_array_equal(*statistics)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -316,7 +317,6 @@ def test_control_a_backward_pass_without_its_collective_is_wrong(monkeypatch):
 
 
 def test_control_towers_that_count_alike_are_wrong(monkeypatch):
-    merge = norm.merge
     monkeypatch.setattr(norm, "merge", lambda parts: merge(parts._replace(count=tf.ones_like(parts.count))))
     with pytest.raises(AssertionError, match="outputs"):
         assert_one_device(BatchNormalization, (3, 2), numbers((5, 3)), numbers((5, 3), seed=1), dtype="float32")
@@ -334,7 +334,7 @@ def test_the_gradient_of_the_gradient_is_refused():
             size = tf.reduce_sum(tape.gradient(y, x) ** 2)
         return [outer.gradient(size, x)]
 
-    with pytest.raises(LookupError, match="no entry for: Collective"):
+    with pytest.raises(Exception, match=r"LookupError: .* no entry for: Collective"):
         on_shards(twice, (3, 2), numbers((5, 3)).astype("float32"))
 
 
@@ -367,25 +367,34 @@ def fit(either):
     return [history, either.evaluate(x, y, verbose=0, batch_size=4), either.predict(x, verbose=0, batch_size=10)]
 
 
-@pytest.mark.parametrize("count", [2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
-def test_trainer_gives_unchanged_models_the_statistics_of_the_global_batch(count):
-    check(deep, fit, count, bound=BOUNDS["float32"])
+slow = pytest.mark.slow
 
 
-def saved_and_loaded(trainer, path):
-    trainer.model.save(path)
-    return keras.models.load_model(path, custom_objects={"OnlySuper": OnlySuper})
+@pytest.mark.parametrize(
+    "count", [pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow), pytest.param(8, marks=slow)]
+)
+def test_trainer_gives_unchanged_models_the_statistics_of_the_global_batch(count, tmp_path):
+    _, trainer = check(deep, fit, count, bound=BOUNDS["float32"])
+    assert_saved_model_is_that_of_one_device(trainer, tmp_path / "model.keras")
 
 
-@pytest.mark.parametrize("batch_norm", ["global", "tower"])
-def test_evaluate_after_save_and_load_on_one_device(batch_norm, tmp_path):
-    trainer = mt.Trainer(deep(), devices(3), batch_norm=batch_norm)
-    _, evaluated, predicted = fit(trainer)
-    x, y = numbers((10, 4, 4, 2)).astype("float32"), numbers((10, 1), seed=1).astype("float32")
-    loaded = saved_and_loaded(trainer, tmp_path / "model.keras")
-    assert_close(loaded.evaluate(x, y, verbose=0, batch_size=4), evaluated)
-    assert_close(loaded.predict(x, verbose=0), predicted)
+def test_trainer_with_statistics_of_shards_and_fewer_rows_than_towers(tmp_path):
+    keras.utils.set_random_seed(1)
+    trainer = mt.Trainer(deep(), devices(5), batch_norm="tower")
+    history, *_ = fit(trainer)
+    assert np.isfinite(history.history["loss"]).all()
+    assert all(np.isfinite(v.numpy()).all() for v in trainer.model.variables)
     assert_copies_equal(trainer)
+    assert_saved_model_is_that_of_one_device(trainer, tmp_path / "model.keras")
+
+
+def assert_saved_model_is_that_of_one_device(trainer, path):
+    """Towers evaluate and predict what the model does that one device loads."""
+    x, y = numbers((10, 4, 4, 2)).astype("float32"), numbers((10, 1), seed=1).astype("float32")
+    trainer.model.save(path)
+    loaded = keras.models.load_model(path, custom_objects={"OnlySuper": OnlySuper})
+    assert_close(loaded.evaluate(x, y, verbose=0, batch_size=4), trainer.evaluate(x, y, verbose=0, batch_size=4))
+    assert_close(loaded.predict(x, verbose=0), trainer.predict(x, verbose=0, batch_size=10))
 
 
 # ---- collectives
@@ -522,20 +531,16 @@ def test_tower_with_masks_and_a_tower_that_has_nothing():
         assert_close(variable.numpy(), right, BOUNDS["float64"], variable.name)
 
 
+def test_another_word_is_refused():
+    with pytest.raises(mt.errors.ModelError, match="batch_norm='local' is unknown; expected 'global' or 'tower'"):
+        mt.replicate(lambda x: x, devices(2), batch_norm="local")(tf.zeros([2, 1]))
+
+
 def test_tower_calls_a_subclass_once():
     layer = layer_of(OnlySuper, (None, 3), "float64")
     calls = float(layer.calls.numpy())
     on_shards(lambda x: [layer(x, training=True)], (3, 2), numbers((5, 3)), batch_norm="tower")
     assert float(layer.calls.numpy()) == calls + 1
-
-
-def test_tower_in_trainer_with_fewer_rows_than_towers():
-    model = deep()
-    trainer = mt.Trainer(model, devices(8), batch_norm="tower")
-    history, *_ = fit(trainer)
-    assert np.isfinite(history.history["loss"]).all()
-    assert all(np.isfinite(v.numpy()).all() for v in model.variables)
-    assert_copies_equal(trainer)
 
 
 # ---- mt.BatchNormalization
@@ -576,7 +581,8 @@ def test_ours_is_saved_and_loaded(tmp_path):
     plain, _ = twins(build)
     trainer = mt.Trainer(plain, devices(2), batch_norm="tower")
     trainer.fit(x, y, verbose=0)
-    loaded = saved_and_loaded(trainer, tmp_path / "model.keras")
+    trainer.model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
     assert type(loaded.layers[0]) is mt.BatchNormalization
     assert loaded.layers[0].momentum == 0.7
     assert_close(loaded.predict(x, verbose=0), plain.predict(x, verbose=0))

@@ -20,12 +20,14 @@ MODULES = sorted(str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".") fo
 # A module imports modules of layers below its own, or of its own that stand before it.
 LAYERS = [
     ["errors", "upstream", "device", "parameters", "throughput"],
-    ["tower", "collectives"],
+    ["tower", "collectives", "moments"],
     ["exchange", "reduce", "norm"],
-    ["hooks", "placement", "batches"],
+    ["placement", "batches", "hooks", "parts"],
     ["towers"],
     ["trainer"],
-    ["jobs.__init__", "jobs.digits", "job", "train"],
+    ["inventory", "row_batches", "model_copy", "twins", "rounding"],
+    ["experiment", "forward", "diagnosis", "comparison", "report", "verification"],
+    ["jobs.__init__", "jobs.digits", "job", "train", "verify_job"],
     ["cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
@@ -86,7 +88,10 @@ def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     assert callable(mt.devices)
 
 
-@pytest.mark.parametrize("module", ["multitower.towers", "multitower.trainer", "multitower.norm"])
+@pytest.mark.parametrize(
+    "module",
+    ["multitower.towers", "multitower.trainer", "multitower.norm", "multitower.reduce", "multitower.verification"],
+)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted

@@ -336,7 +336,9 @@ def test_all_gather_of_rows_that_are_not_those_of_the_shard():
 
 
 def test_index_count_and_rows():
-    step = mt.replicate(lambda x: (tf.fill([mt.rows()], mt.tower_index()), mt.all_reduce(mt.rows()), mt.tower_count()), cpus(3))
+    step = mt.replicate(
+        lambda x: (tf.fill([mt.rows()], mt.tower_index()), mt.all_reduce(mt.rows()), mt.tower_count()), cpus(3)
+    )
     index, total, count = step(tf.zeros([7, 2]))
     assert index.numpy().tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert int(total) == 7

@@ -167,12 +167,26 @@ def sentences(rows, length=5):
     return np.where(np.arange(length) < random.integers(1, length + 1, (rows, 1)), words, 0)
 
 
-@pytest.mark.parametrize("layer", [layers.LSTM, pytest.param(layers.GRU, marks=pytest.mark.slow)])
+def word_by_word():
+    return layers.Dense(4, "tanh")
+
+
+def lstm():
+    return layers.LSTM(4, return_sequences=True)
+
+
+def gru():
+    return layers.GRU(4, return_sequences=True)
+
+
+@pytest.mark.parametrize(
+    "layer", [word_by_word, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (lstm, gru))]
+)
 def test_masks_reach_layers_losses_and_metrics(layer):
     """A loss for every word: padding counts in neither the loss nor the accuracy."""
 
     def build():
-        members = [layers.Embedding(9, 4, mask_zero=True), layer(4, return_sequences=True), layers.Dense(9)]
+        members = [layers.Embedding(9, 4, mask_zero=True), layer(), layers.Dense(9)]
         return compiled(members, loss=cross_entropy(), metrics=["accuracy"])
 
     x = sentences(17)
@@ -279,6 +293,26 @@ def test_losses_of_layers():
         two_epochs(regression, 5),
         3,
     )
+
+
+class LossAsOutput(keras.Model):
+    """The output is no rows but a number, a mean over the rows of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        return tf.reduce_mean(tf.square(self.dense(x) - x[:, :1]))
+
+
+def test_outputs_that_are_means_over_rows():
+    def build():
+        model = LossAsOutput()
+        model.compile(momentum(), lambda y, output: output)
+        return model
+
+    check(build, two_epochs(regression, 5), 3)
 
 
 class OwnComputeLoss(keras.Model):

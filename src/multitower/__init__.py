@@ -7,9 +7,11 @@ if TYPE_CHECKING:
     from .device import devices
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
+    from .reduce import average_gradients
     from .tower import rows, tower_count, tower_index
     from .towers import replicate
     from .trainer import Trainer
+    from .verification import verify, verify_step
 
 __version__ = "0.1.0"
 
@@ -18,11 +20,14 @@ _EXPORTS = {
     "Trainer": "trainer",
     "all_gather": "exchange",
     "all_reduce": "exchange",
+    "average_gradients": "reduce",
     "devices": "device",
     "replicate": "towers",
     "rows": "tower",
     "tower_count": "tower",
     "tower_index": "tower",
+    "verify": "verification",
+    "verify_step": "verification",
 }
 
 __all__ = [
@@ -30,11 +35,14 @@ __all__ = [
     "Trainer",
     "all_gather",
     "all_reduce",
+    "average_gradients",
     "devices",
     "replicate",
     "rows",
     "tower_count",
     "tower_index",
+    "verify",
+    "verify_step",
 ]
 
 

@@ -12,8 +12,11 @@ import tensorflow as tf
 
 from .errors import BatchError
 
-NO_ROWS = "multitower: the batch has no rows"
-UNEQUAL_ROWS = "multitower: tensors of one batch have different numbers of rows"
+NO_ROWS = "multitower: the batch has no rows; expected at least one row: leave empty batches out of the data"
+UNEQUAL_ROWS = (
+    "multitower: tensors of one batch have different numbers of rows; expected one row of every tensor for each row of "
+    "the batch"
+)
 
 
 class Whole:
@@ -170,26 +173,28 @@ def split(batch, count):
         return total[tf.newaxis], [components(batch)]
     towers = tf.range(count)
     rows = total // count + tf.cast(towers < total % count, tf.int32)
-    parts = [[v.value] * count if isinstance(v, Whole) else _split_tensor(v, rows, count) for v in leaves]
+    parts = [[v.value] * count if isinstance(v, Whole) else split_tensor(v, rows, count) for v in leaves]
     return rows, [tf.nest.flatten([part[i] for part in parts], expand_composites=True) for i in range(count)]
 
 
 def _rows(leaves):
     """B, checked when the step runs; shapes known before were checked by `check`."""
-    counts = [tf.cast(_row_count(v), tf.int32) for v in leaves if not isinstance(v, Whole)]
+    counts = [tf.cast(row_count(v), tf.int32) for v in leaves if not isinstance(v, Whole)]
     checks = [tf.debugging.assert_positive(counts[0], message=NO_ROWS)]
     checks += [tf.debugging.assert_equal(n, counts[0], message=UNEQUAL_ROWS) for n in counts[1:]]
     with tf.control_dependencies([c for c in checks if c is not None]):
         return tf.identity(counts[0])
 
 
-def _row_count(tensor):
+def row_count(tensor):
+    """Rows of a dense, ragged or sparse tensor, an integer scalar."""
     if isinstance(tensor, tf.RaggedTensor):
         return tensor.nrows()
     return tensor.dense_shape[0] if isinstance(tensor, tf.SparseTensor) else tf.shape(tensor)[0]
 
 
-def _split_tensor(tensor, rows, count):
+def split_tensor(tensor, rows, count):
+    """The parts of a dense, ragged or sparse tensor, rows[i] rows in part i of `count`."""
     if isinstance(tensor, tf.Tensor):
         return tf.split(tensor, rows, num=count)
     ends = tf.cumsum(rows)

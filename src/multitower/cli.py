@@ -1,7 +1,8 @@
-"""The command line: `multitower train | env`. Thin: it reads arguments, calls one function and prints its result.
+"""The command line: `multitower train | verify | env`. Thin: it reads arguments, calls one function, prints its result.
 
-Exit codes: 0; 1 where training failed; 2 where an argument, a job or a device is wrong; 130 after Ctrl-C. An error is
-one line on stderr. TensorFlow is imported inside the commands, so that `--help` is immediate.
+Exit codes: 0; 1 where training failed; 2 where an argument, a job or a device is wrong; 130 after Ctrl-C; those of
+verify: 0 equal, 1 not equal, 2 could not run. An error is one line on stderr. TensorFlow is imported inside the
+commands, so that `--help` is immediate.
 """
 
 import json
@@ -37,10 +38,10 @@ class _Commands(click.Group):
         except (Exception, KeyboardInterrupt) as error:
             if ctx.meta.get("multitower.debug"):
                 traceback.print_exc()
-            raise _command_error(error) from error
+            raise _command_error(error, 2 if ctx.invoked_subcommand == "verify" else 1) from error
 
 
-def _command_error(error: BaseException) -> _CommandError:
+def _command_error(error: BaseException, failure: int) -> _CommandError:
     from .errors import MultitowerError, TowerError
 
     message = " ".join(str(error).split())
@@ -50,7 +51,7 @@ def _command_error(error: BaseException) -> _CommandError:
         return _CommandError(f"interrupted{notes}", 130)
     if isinstance(error, MultitowerError) and not isinstance(error, TowerError):
         return _CommandError(f"{message}{notes}", 2)
-    return _CommandError(f"{type(error).__name__}: {message}{notes} (--debug shows the traceback)", 1)
+    return _CommandError(f"{type(error).__name__}: {message}{notes} (--debug shows the traceback)", failure)
 
 
 def _remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -77,14 +78,23 @@ def cli() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors only
 
 
+_batch_size = click.option("--batch-size", type=click.IntRange(min=1), metavar="B", help="Rows of the global batch.")
+_settings = click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the job; can be repeated."
+)
+_seed = click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of random numbers."
+)
+
+
 @cli.command()
 @click.argument("job", default="digits")
 @_devices
 @click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the training data.")
-@click.option("--batch-size", type=click.IntRange(min=1), metavar="B", help="Rows of the global batch.")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the job; can be repeated.")
+@_batch_size
+@_settings
 @click.option("--run-dir", metavar="DIR", help="New or empty directory to write to; by default runs/JOB-DATE-TIME.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of random numbers.")
+@_seed
 @_json
 @_debug
 def train(job, devices, epochs, batch_size, settings, run_dir, seed, as_json) -> None:
@@ -129,6 +139,42 @@ def _short(value: Any) -> str:
 
 
 @cli.command()
+@click.argument("job", default="digits")
+@_devices
+@click.option(
+    "--steps", type=click.IntRange(min=3), default=5, show_default=True, metavar="N", help="Updates to compare."
+)
+@_batch_size
+@_settings
+@_seed
+@_json
+@_debug
+def verify(job, devices, steps, batch_size, settings, seed, as_json) -> int:
+    """Train copies of JOB on one device and on towers, and compare after every step.
+
+    From the same weights, on even, uneven and smaller-than-N batches of its data: every weight, optimizer slot and
+    metric and the loss have to be equal up to what rounding does on one device, and the copies on all towers to the
+    bit. JOB is as in `multitower train`.
+
+    Exit code 0: equal; 1: not equal; 2: could not run or could not be compared.
+    """
+    from .job import find_job
+    from .parameters import parse_params
+
+    find_job(job)
+    params = parse_params(settings)
+    from .verify_job import verify_job
+
+    report = verify_job(job, devices, steps, batch_size, params, seed)
+    _print_table("multitower verify", report.summary())
+    head, rows = report.table()
+    _print_table("", rows, head)
+    if as_json:
+        click.echo(report.as_json())
+    return report.exit_code
+
+
+@cli.command()
 @_devices
 @_json
 @_debug
@@ -163,13 +209,13 @@ def _device_line(device: dict[str, Any]) -> str:
     return f"{device['name']} ({device['physical']}{limit})"
 
 
-def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+def _print_table(title: str, rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, value in rows:
-        table.add_row(name, value)
+    table = Table(*head, title=title or None, title_justify="left", show_header=bool(head))
+    for row in rows:
+        table.add_row(*row)
     width = None if sys.stdout.isatty() else 160  # a pipe has no width: do not break paths at 80
     Console(width=width, markup=False, emoji=False, highlight=False).print(table)
 

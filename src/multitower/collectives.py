@@ -64,7 +64,9 @@ class Group:
         self.tokens = []
         for device in self.devices:
             with tf.init_scope(), tf.device(device):
-                self.tokens.append(tf.Variable(0.0, trainable=False, name="tower_token"))
+                # A tf.function that lifts variables refuses to be called again when its first trace failed.
+                lifting = {"experimental_enable_variable_lifting": False}
+                self.tokens.append(tf.Variable(0.0, trainable=False, name="tower_token", **lifting))
 
     @property
     def count(self):

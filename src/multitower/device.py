@@ -12,8 +12,8 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, Protocol
@@ -99,6 +99,17 @@ def physical_gpu_count(names: Sequence[str | Named]) -> int:
     gpus = _logical("GPU")
     short = _existing(tuple(_short_name(name, names) for name in names), names)
     return len({gpus[_index(name)][0] for name in short if name.startswith("GPU")})
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """While this is open, GPUs compute float32 in float32, not in TensorFloat-32, whose error depends on the kernel."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)
 
 
 def describe(spec: Spec = None) -> dict[str, Any]:

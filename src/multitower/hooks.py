@@ -24,8 +24,10 @@ import tensorflow as tf
 
 from . import norm, upstream
 from .collectives import sum_over_towers
+from .errors import ModelError
 from .exchange import all_gather, all_reduce, gather_outputs
-from .reduce import sum_gradients
+from .placement import created_outside
+from .reduce import sum_dense, sum_gradients
 from .tower import Weighting, current, this_tower
 
 _lock = threading.RLock()
@@ -39,20 +41,30 @@ def keras_in_towers(batch_norm="global"):
     Args:
         batch_norm: "global", or "tower" for BatchNormalization with the statistics of each tower's shard.
     """
+    if batch_norm not in _BATCH_NORM_HOOKS:
+        raise ModelError(f"batch_norm={batch_norm!r} is unknown; expected 'global' or 'tower'")
     with _lock, ExitStack() as stack:
         for root, name, hook, silences in _HOOKS:
-            stack.enter_context(_replaced((*root.__mro__, *_subclasses(root)), name, hook, silences))
+            stack.enter_context(replaced((*root.__mro__, *_subclasses(root)), name, hook, silences))
         for name, hook in _BATCH_NORM_HOOKS[batch_norm]:
-            stack.enter_context(_replaced((keras.layers.BatchNormalization,), name, hook, ()))
+            stack.enter_context(replaced((keras.layers.BatchNormalization,), name, hook, ()))
         yield
 
 
 @contextmanager
-def _replaced(classes, name, hook, silences):
-    """Put `hook` around method `name` wherever one of `classes` defines it."""
+def replaced(classes, name, hook, silences, on_one_tower=False):
+    """Put `hook` around method `name` wherever one of `classes` defines it.
+
+    Args:
+        classes: Keras classes.
+        name: the method.
+        hook: called as hook(tower, original, self, *args, **kwargs) in place of self.name(*args, **kwargs).
+        silences: names of hooked methods that keep their meaning while the hook runs.
+        on_one_tower: whether the hook is needed where N = 1 too.
+    """
     owners = {c: vars(c)[name] for c in classes if name in vars(c)}
     for owner, original in owners.items():
-        setattr(owner, name, _hooked(original, hook, silences))
+        setattr(owner, name, _hooked(original, hook, silences, 0 if on_one_tower else 1))
     try:
         yield
     finally:
@@ -70,14 +82,14 @@ def _subclasses(root):
     return found
 
 
-def _hooked(original, hook, silences):
+def _hooked(original, hook, silences, towers_without):
     name = original.__name__
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(original)
     def method(self, *args, **kwargs):
         tower = current()
-        if tower is None or tower.count == 1 or name in tower.silenced:
+        if tower is None or tower.count <= towers_without or name in tower.silenced:
             return original(self, *args, **kwargs)
         with tower.silencing(silences):
             return hook(tower, functools.partial(original, self), self, *args, **kwargs)
@@ -86,18 +98,24 @@ def _hooked(original, hook, silences):
 
 
 def _compute_loss(tower, original, model, *args, **kwargs):
-    arguments = _for_whole_batch(original, args, kwargs)
-    loss = original(**arguments)
+    if tower.loss_over_shard:
+        loss = original(*args, **kwargs)
+    else:
+        with tower.silencing(("compute_metrics", "update_state")):
+            loss = original(**_for_whole_batch(original, args, kwargs))
     if loss is None:
         return None
-    if not _is_keras(original) or model.losses:  # part of it may be this shard's own: add_loss, activity regularisers
+    if tower.loss_over_shard or not _is_keras(original) or model.losses:  # add_loss, activity regularisers: the shard's
         loss = _mean_value(loss)
     tower.remember(loss, loss)
     return loss
 
 
 def _compute_metrics(tower, original, model, *args, **kwargs):
-    return original(**_for_whole_batch(original, args, kwargs))
+    if tower.loss_over_shard:
+        return original(*args, **kwargs)
+    with tower.silencing(("compute_loss", "update_state")):
+        return original(**_for_whole_batch(original, args, kwargs))
 
 
 def _for_whole_batch(original, args, kwargs):
@@ -117,13 +135,38 @@ def _is_keras(original):
 
 @tf.custom_gradient
 def _mean_value(loss):
-    """The mean over rows of a loss that differs from tower to tower, with the gradient of this tower's."""
+    """The mean over rows of a value that differs from tower to tower, with the gradient of this tower's."""
     return sum_over_towers(this_tower().weigh(loss)), lambda dy: dy
 
 
 def _update_state(tower, original, metric, *args, **kwargs):
+    given = tf.nest.flatten((args, kwargs))
+    if tower.loss_over_shard and any(_has_rows(v) for v in given):
+        return _add_up_state(original, metric, args, kwargs)
     args, kwargs = tf.nest.map_structure(_whole_argument, (args, kwargs))
     return original(*args, **kwargs)
+
+
+def _add_up_state(original, metric, args, kwargs):
+    """Update a metric with the shard's rows and add up the changes of all towers: exact for states that are sums."""
+    _build_state(original, args, kwargs)
+    variables = [v.value for v in metric.variables]
+    before = [tf.identity(v) for v in variables]
+    result = original(*args, **kwargs)
+    changes = [v - b for v, b in zip(variables, before, strict=True)]
+    for variable, old, change in zip(variables, before, sum_dense(changes), strict=True):
+        variable.assign(old + change)
+    return result
+
+
+def _build_state(original, args, kwargs):
+    """Have the metric make the variables it makes on its first update, so that their values before it can be read."""
+
+    def update():
+        with tf.variable_creator_scope(created_outside):
+            original(*args, **kwargs)
+
+    tf.function(update, autograph=False).get_concrete_function()
 
 
 def _apply(tower, original, optimizer, grads, *args, **kwargs):
@@ -180,8 +223,8 @@ _BATCH_NORM_HOOKS = {
 
 # class, method, hook, methods that mean what they always do while it runs: they work on the whole batch already
 _HOOKS = (
-    (keras.Model, "compute_loss", _compute_loss, ("compute_loss", "compute_metrics", "update_state")),
-    (keras.Model, "compute_metrics", _compute_metrics, ("compute_loss", "compute_metrics", "update_state")),
+    (keras.Model, "compute_loss", _compute_loss, ("compute_loss",)),
+    (keras.Model, "compute_metrics", _compute_metrics, ("compute_metrics",)),
     (keras.Metric, "update_state", _update_state, ("compute_loss", "compute_metrics", "update_state")),
     (keras.Optimizer, "apply", _apply, ("apply",)),
     (keras.Optimizer, "scale_loss", _scale_loss, ("scale_loss",)),
@@ -195,9 +238,9 @@ def _whole(structure):
 
 
 def _whole_output(output):
-    """An output of the model for the global batch, with its Keras mask."""
+    """An output of the model for the global batch, with its Keras mask; one without rows is a mean over rows."""
     if not _has_rows(output):
-        return output
+        return _mean_value(output) if tf.is_tensor(output) and output.dtype.is_floating else output
     whole = gather_outputs(output)
     mask = upstream.keras_mask(output)
     if mask is not None:

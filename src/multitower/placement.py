@@ -13,6 +13,7 @@ from functools import cache
 import tensorflow as tf
 
 from . import upstream
+from .errors import ModelError
 
 _WRITES = (
     "assign",
@@ -62,12 +63,19 @@ class Replicas:
                 _watch(variable, self)
         return [variable, *copies]
 
+    def fresh(self, variable):
+        """`of`, with what was assigned to `variable` since the last step already copied."""
+        copies = self.of(variable)
+        self.refresh()
+        return copies
+
     def _make(self, variable):
         copies = []
         for i, device in enumerate(self.devices[1:], start=1):
             with tf.init_scope(), tf.device(device):
                 name = f"{variable.name.split(':')[0]}_tower_{i}"
-                copies.append(tf.Variable(variable, trainable=False, name=name, shape=variable.shape))
+                lifting = {"experimental_enable_variable_lifting": False}  # see collectives.Group
+                copies.append(tf.Variable(variable, trainable=False, name=name, shape=variable.shape, **lifting))
         return copies
 
     def _forget(self, key):
@@ -182,3 +190,22 @@ def _renamed(resource):
             return tf.raw_ops.IdentityN(input=[resource])[0]
 
     return identity
+
+
+def created_outside(next_creator, **kwargs):
+    """Create a variable outside the trace, with its initial value, as if it had existed before.
+
+    tf.function traces a function that creates variables twice, and on its own terms. An initial value that is a
+    constant of the graph being traced (Keras converts numbers to tensors) is taken out of it.
+    """
+    value = kwargs.get("initial_value")
+    if tf.is_tensor(value) and tf.get_static_value(value) is not None:
+        kwargs["initial_value"] = tf.get_static_value(value)
+    try:
+        with tf.init_scope():
+            return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"variable {kwargs.get('name')!r} could not be created inside a step ({error}); "
+            f"create it before the step, or with an initial value that does not depend on the batch"
+        ) from error

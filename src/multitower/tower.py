@@ -30,15 +30,17 @@ class Tower:
         index: this tower's number, an int32 scalar tensor.
         rows: rows of every tower's shard, an int32 tensor of shape (N,).
         weighting: see `Weighting`.
+        loss_over_shard: the loss and the metrics of a model are computed on the shard's outputs, not on those of all.
         silenced: names of Keras methods that need no help now, because they are given the whole batch already.
         batch_moments: with batch_norm="tower", the mean and variance for the layer being called: see `hooks`.
     """
 
-    def __init__(self, group, index, rows, weighting):
+    def __init__(self, group, index, rows, weighting, loss_over_shard=False):
         self.group = group
         self.index = index
         self.rows = rows
         self.weighting = weighting
+        self.loss_over_shard = loss_over_shard
         self.silenced = frozenset()
         self.batch_moments = None
         self._inputs = {}

@@ -8,7 +8,8 @@ One call of a replicated step, in reading order:
 """
 
 import inspect
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -16,9 +17,9 @@ import tensorflow as tf
 from . import batches, upstream
 from .collectives import group
 from .device import devices as resolve_devices
-from .errors import BatchError, ModelError, MultitowerError
+from .errors import BatchError, MultitowerError, TowerError
 from .hooks import keras_in_towers
-from .placement import bind, replicas
+from .placement import bind, created_outside, replicas
 from .tower import Tower, Weighting, current, traced_for
 
 _HOST = "/device:CPU:0"
@@ -138,8 +139,11 @@ class Replicated:
         return self._towers.traces
 
     def copies(self, variable):
-        """The copies of a variable of the step, a tf.Variable for each tower, the first being the variable itself."""
-        return replicas(self._towers.devices).of(variable)
+        """The copies of a variable of the step, a tf.Variable for each tower, the first being the variable itself.
+
+        They have the values the next step starts from: what was assigned since the last one has been copied.
+        """
+        return replicas(self._towers.devices).fresh(variable)
 
     def refresh(self):
         """Bring all towers' copies to tower 0's values.
@@ -179,6 +183,8 @@ class TowerStep:
         devices: device names in tower order.
         batch_norm: "global" or "tower".
         weighting: where the weight of a tower's rows enters its backward pass.
+        loss_over_shard: see `tower.Tower`.
+        inside: makes one more context in which the step is traced.
         autograph: whether Python control flow on tensors in the step becomes graph control flow.
 
     Attributes:
@@ -187,13 +193,25 @@ class TowerStep:
         traces: how often the step has been traced.
     """
 
-    def __init__(self, step, devices, *, batch_norm="global", weighting=Weighting.GRADIENT, autograph=True):
+    def __init__(
+        self,
+        step,
+        devices,
+        *,
+        batch_norm="global",
+        weighting=Weighting.GRADIENT,
+        loss_over_shard=False,
+        inside: Callable[[], AbstractContextManager] = nullcontext,
+        autograph=True,
+    ):
         self.devices = tuple(devices)
         self.name = getattr(step, "__name__", type(step).__name__)
         self.traces = 0
         self._step = upstream.with_autograph(upstream.python_function(step)) if autograph else step
         self._batch_norm = batch_norm
         self._weighting = weighting
+        self._loss_over_shard = loss_over_shard
+        self._more_context = inside
         self._programs = []
 
     @property
@@ -224,7 +242,7 @@ class TowerStep:
         traced = {}
 
         def body(shard, whole, rows, index):
-            tower = Tower(towers, index, rows, self._weighting)
+            tower = Tower(towers, index, rows, self._weighting, self._loss_over_shard)
             batch = batches.pack(structure, shard)
             _pair(tower, batch, batches.pack(structure, whole))
             self.traces += 1
@@ -233,7 +251,9 @@ class TowerStep:
             traced["results"], flat = _results(results)
             return flat
 
-        function = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
+        # Inlined into the graph of all towers. With _noinline TensorFlow optimises each tower's call by itself and
+        # rewrites them differently (x / √y as x · 1/√y on one of them only): the copies differ in the last bit.
+        function = tf.function(body, autograph=False)
         rows, index = tf.TensorSpec([towers.count], tf.int32), tf.TensorSpec([], tf.int32)
         concrete = function.get_concrete_function(specs, specs, rows, index)
         captured, variables = bind(concrete, towers)
@@ -243,8 +263,9 @@ class TowerStep:
     @contextmanager
     def _inside(self, tower):
         with ExitStack() as stack:
-            stack.enter_context(tf.variable_creator_scope(_created_outside))
+            stack.enter_context(tf.variable_creator_scope(created_outside))
             stack.enter_context(keras_in_towers(self._batch_norm))
+            stack.enter_context(self._more_context())
             stack.enter_context(traced_for(tower))
             yield
 
@@ -274,26 +295,12 @@ class TowerStep:
     def _call(self, program, tower, arguments):
         program.concrete.add_to_graph(tf.compat.v1.get_default_graph())
         with tf.device(self.devices[tower]):
-            return tf.raw_ops.StatefulPartitionedCall(
+            results = tf.raw_ops.StatefulPartitionedCall(
                 args=[*arguments, tf.constant(tower), *(capture() for capture in program.captured[tower])],
                 Tout=[t.dtype for t in program.concrete.outputs],
                 f=program.concrete,
             )
-
-
-def _created_outside(next_creator, **kwargs):
-    """Create a variable outside the trace, with its initial value, as if it had existed before.
-
-    tf.function traces a function that creates variables twice, and on its own terms.
-    """
-    try:
-        with tf.init_scope():
-            return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
-    except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"variable {kwargs.get('name')!r} could not be created inside a step ({error}); "
-            f"create it before the step, or with an initial value that does not depend on the batch"
-        ) from error
+        return results if program.concrete.outputs else []
 
 
 def _pair(tower, shard, whole):
@@ -326,7 +333,7 @@ def _no_rows(component):
 
 @contextmanager
 def errors_explained():
-    """Errors that the graph of a step raises about its batch, as a `BatchError`."""
+    """Errors that the graph of a step raises about its batch, as a `BatchError`; those that hide the cause say so."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -334,3 +341,11 @@ def errors_explained():
             if message in str(error.message):
                 raise BatchError(message.removeprefix("multitower: ")) from error
         raise
+    except tf.errors.CancelledError as error:
+        # A tower on the host: what waits beside it for other towers is cancelled before its own error arrives, and an
+        # executor keeps the first error only (tensorflow/core/common_runtime/executor.cc, ExecutorState::NodeDone).
+        raise TowerError(
+            "a tower failed, and TensorFlow reports only that others were cancelled for it; the same batch on one "
+            "device raises the error itself, and with TF_CPP_MIN_LOG_LEVEL=0 it is on stderr, after 'Local rendezvous "
+            "is aborting with status'"
+        ) from error

@@ -110,7 +110,7 @@ def run(
     loaded, given = load_job(job), dict(params or {})
     check_job_params(loaded, given)
     keras.utils.set_random_seed(seed)
-    train, validation = _load_data(loaded, given, batch_size)
+    train, validation = load_data(loaded, given, batch_size)
     trainer = Trainer(make_model(loaded, given), devices=names)
     model, logs = directory / "model.keras", directory / "logs"
     _make(logs)
@@ -176,7 +176,7 @@ def _in_run_dir(directory: Path) -> Iterator[None]:
         raise
 
 
-def _load_data(job: Job, params: Mapping[str, Any], batch_size: int | None) -> tuple[Any, Any]:
+def load_data(job: Job, params: Mapping[str, Any], batch_size: int | None) -> tuple[Any, Any]:
     """The job's data; a batch size goes to a `load_data` that accepts one, as a dataset's batches are its own."""
     takes_batch_size = accepts(job.load_data, "batch_size")
     if batch_size and takes_batch_size:

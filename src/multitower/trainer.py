@@ -14,9 +14,10 @@ from contextlib import contextmanager
 import keras
 import tensorflow as tf
 
-from . import batches
+from . import batches, upstream
 from .device import devices as resolve_devices
-from .errors import ModelError
+from .errors import BatchError, ModelError
+from .parts import model_in_parts
 from .placement import replicas
 from .tower import Weighting
 from .towers import Replicated, TowerStep, errors_explained
@@ -44,11 +45,16 @@ class Trainer:
         devices: where the towers run, see `multitower.devices`; None: all GPUs, else one CPU device.
         batch_norm: "global": BatchNormalization layers use the statistics of the global batch, as one device would;
             "tower": those of each tower's shard.
+        micro_batches: parts in which a tower runs the model on its rows in training: one update, equal to that of one
+            pass, with the activities of one part in memory at a time, for one more forward pass (see `parts`).
+        loss_over: "batch": the loss and the metrics are those of the outputs of all towers, whatever they compute;
+            "shard": those of the tower's own rows, weighted by rows, for outputs too large to gather (segmentation).
+            Then exact only where the loss is a mean over rows of equal size and the states of metrics are sums.
 
     Raises:
         DeviceError: the devices do not exist.
         ModelError: not a keras.Model, not compiled, made under a tf.distribute strategy, compiled with
-            run_eagerly=True.
+            run_eagerly=True; with loss_over="shard" a loss that is not a mean; an unknown option.
 
     Example:
         >>> import keras, numpy as np, multitower as mt
@@ -59,13 +65,17 @@ class Trainer:
         dict_keys(['loss'])
     """
 
-    def __init__(self, model, devices=None, *, batch_norm="global"):
-        if batch_norm not in ("global", "tower"):
-            raise ModelError(f"batch_norm={batch_norm!r} is unknown; expected 'global' or 'tower'")
-        _check(model)
+    def __init__(self, model, devices=None, *, batch_norm="global", micro_batches=1, loss_over="batch"):
+        _check_option("batch_norm", batch_norm, ("global", "tower"))
+        _check_option("loss_over", loss_over, ("batch", "shard"))
+        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+            raise ModelError(f"micro_batches={micro_batches!r}: expected a whole number of parts, 1 or more")
+        _check(model, loss_over)
         self.model = model
         self._devices = tuple(resolve_devices(devices))
         self._batch_norm = batch_norm
+        self._micro_batches = micro_batches
+        self._loss_over = loss_over
         self._functions: dict[str, _Loop | _Predict] = {}
         self._compiled = None
 
@@ -82,18 +92,20 @@ class Trainer:
 
     @_as_in_keras
     def fit(self, *args, **kwargs):
-        arguments = inspect.signature(self.model.fit).bind(*args, **kwargs).arguments
+        arguments = _arguments(self.model.fit, args, kwargs)
         arguments["callbacks"] = _with_refresh(arguments.get("callbacks"), self)
         with self._on_towers():
             return self.model.fit(**arguments)
 
     @_as_in_keras
     def evaluate(self, *args, **kwargs):
+        _arguments(self.model.evaluate, args, kwargs)
         with self._on_towers():
             return self.model.evaluate(*args, **kwargs)
 
     @_as_in_keras
     def predict(self, *args, **kwargs):
+        _arguments(self.model.predict, args, kwargs)
         with self._on_towers():
             return self.model.predict(*args, **kwargs)
 
@@ -113,8 +125,11 @@ class Trainer:
             return self.model.predict_on_batch(*args, **kwargs)
 
     def copies(self, variable):
-        """The copies of a variable of the model, a tf.Variable for each tower, the first being the model's own."""
-        return replicas(self._devices).of(variable)
+        """The copies of a variable of the model, a tf.Variable for each tower, the first being the model's own.
+
+        They have the values the next step starts from: what was assigned since the last one has been copied.
+        """
+        return replicas(self._devices).fresh(variable)
 
     def refresh(self):
         """Bring all towers' copies to the model's values, whatever changed these.
@@ -127,7 +142,7 @@ class Trainer:
     @contextmanager
     def _on_towers(self):
         """The model's functions are ours while this is open; afterwards the model is a plain one again."""
-        _check(self.model)
+        _check(self.model, self._loss_over)
         self._follow_compile()
         self.refresh()
         before = {name: getattr(self.model, name) for name in self._functions}
@@ -141,8 +156,8 @@ class Trainer:
                     setattr(self.model, name, before[name])
 
     def _follow_compile(self):
-        """Make the functions anew when the model has been compiled since: compile() makes a new loss tracker."""
-        compiled = self.model.metrics[0]
+        """Make the functions anew when the model has been compiled since."""
+        compiled = upstream.made_by_compile(self.model)
         if self._compiled is compiled:
             return
         self._compiled = compiled
@@ -159,6 +174,8 @@ class Trainer:
             self._devices,
             batch_norm=self._batch_norm,
             weighting=Weighting.LOSS if own else Weighting.GRADIENT,
+            loss_over_shard=self._loss_over == "shard",
+            inside=functools.partial(model_in_parts, self.model, self._micro_batches),
             autograph=False,
         )
 
@@ -230,6 +247,26 @@ class _Refresh(keras.callbacks.Callback):
         self._trainer.refresh()
 
 
+def _arguments(method, args, kwargs):
+    """The arguments of a call of Keras, by name.
+
+    Raises:
+        BatchError: arrays without rows, which Keras takes for data of unknown length and passes over.
+    """
+    try:
+        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(f"Trainer.{method.__name__}() {error}") from None
+    for name in ("x", "validation_data"):
+        for array in tf.nest.flatten(arguments.get(name)):
+            shape = getattr(array, "shape", ())
+            if len(shape) > 0 and shape[0] == 0:
+                raise BatchError(
+                    f"{name} has no rows: received an array of shape {tuple(shape)}; expected at least one row"
+                )
+    return arguments
+
+
 def _with_refresh(callbacks, trainer):
     refresh = _Refresh(trainer)
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -244,7 +281,12 @@ def _is_own(model, name):
     return getattr(type(model), name) is getattr(keras.Model, name) and name not in vars(model)
 
 
-def _check(model):
+def _check_option(name, value, known):
+    if value not in known:
+        raise ModelError(f"{name}={value!r} is unknown; expected {' or '.join(map(repr, known))}")
+
+
+def _check(model, loss_over):
     if keras.backend.backend() != "tensorflow":
         raise ModelError(
             f"Keras runs on the backend {keras.backend.backend()!r}; multitower needs 'tensorflow': "
@@ -265,3 +307,17 @@ def _check(model):
             f"model {model.name!r} is compiled with run_eagerly=True, and towers run in a graph; compile it with "
             f"run_eagerly=False (to debug step by step, use model.fit without multitower)"
         )
+    not_means = [loss for loss in _losses(model) if getattr(loss, "reduction", "mean") not in _MEANS]
+    if loss_over == "shard" and not_means:
+        raise ModelError(
+            f"loss_over='shard' needs losses that are means over rows; {not_means[0].name!r} has "
+            f"reduction={not_means[0].reduction!r}: use 'sum_over_batch_size', or loss_over='batch'"
+        )
+
+
+_MEANS = ("sum_over_batch_size", "mean")
+
+
+def _losses(model):
+    """The loss objects the model was compiled with."""
+    return [loss for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.Loss)]

@@ -54,6 +54,11 @@ class BatchNormWithMoments(keras.layers.BatchNormalization):
         return self.batch_moments(inputs, mask, super()._moments)
 
 
+def made_by_compile(model):
+    """An object that every `model.compile` makes anew (`_loss_tracker`): Keras has no public mark of a compilation."""
+    return model._loss_tracker
+
+
 def restore_method_name():
     """The method of tf.Variable that tf.train.Checkpoint restores through: `_restore_from_tensors`."""
     return "_restore_from_tensors"

@@ -1,0 +1,51 @@
+"""What `multitower verify` does: the model and the first batch of a job, given to `verification.verify`."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from .device import devices as choose_devices
+from .job import check_job_params, load_job, make_model
+from .report import Report
+from .train import load_data
+from .verification import verify
+
+
+def verify_job(
+    job: str,
+    devices: Any = None,
+    steps: int = 5,
+    batch_size: int | None = None,
+    params: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Report:
+    """Verify the model of a job on its first training batch; nothing is written.
+
+    Args:
+        job: name of a built-in job or path of a Python file.
+        devices: as `multitower.devices` takes them.
+        steps: updates, at least 3.
+        batch_size: rows of the batch; None for the job's own number.
+        params: parameters of the job's two functions.
+        seed: of Keras' global random state, set before data and model are made.
+
+    Raises:
+        MultitowerError: job, parameters, devices or data are unusable, or the training fails.
+    """
+    names = choose_devices(devices)
+    loaded, given = load_job(job), dict(params or {})
+    check_job_params(loaded, given)
+    keras.utils.set_random_seed(seed)
+    train, _ = load_data(loaded, given, batch_size)
+    batch = _first(train, batch_size or loaded.batch_size)
+    return verify(functools.partial(make_model, loaded, given), batch, names, steps=steps, seed=seed)
+
+
+def _first(train: Any, batch_size: int) -> Any:
+    """The first batch of a dataset, or the first rows of arrays."""
+    if isinstance(train, tf.data.Dataset):
+        return next(iter(train))
+    return keras.tree.map_structure(lambda a: None if a is None else a[:batch_size], tuple(train))
