@@ -154,7 +154,9 @@ class Comparison:
         notes: list[str] = []
         if self.hidden and not self.not_comparable:
             few = ", ".join(self.hidden[:4]) + (" …" if len(self.hidden) > 4 else "")
-            notes.append(f"rounding hides differences in {few}: the bound is over {_HIDES:.0%} of what training changes")
+            notes.append(
+                f"rounding hides differences in {few}: the bound is over {_HIDES:.0%} of what training changes"
+            )
         if self.rounding.order_dependent:
             _, path = self._order[0]
             notes.append(f"depends on the order of the rows on one device: {path}; bounds are from nudged runs alone")

@@ -21,7 +21,7 @@ from .twins import ModelTwin
 def find_reason(case: Case) -> str | None:
     """The likely reason in a sentence, or None if it cannot be told."""
     seen = Experiment(case, plain_gradient)
-    hypotheses = [_not_reduced, _too_large, _one_tower_only, _order, _own_state, _stale_copy]
+    hypotheses = [_not_finite, _not_reduced, _too_large, _one_tower_only, _order, _own_state, _stale_copy]
     if seen.near(seen.towers[0], seen.whole):
         hypotheses += [_after_the_gradient]
     else:
@@ -31,6 +31,13 @@ def find_reason(case: Case) -> str | None:
 
 
 # Hypotheses: each returns a sentence if it explains what was seen, else None
+
+
+def _not_finite(case: Case, seen: Experiment) -> str | None:
+    if not all(np.all(np.isfinite(part)) for part in seen.whole):
+        return None
+    wrong = [i for i, update in enumerate(seen.towers) if not all(np.all(np.isfinite(part)) for part in update)]
+    return f"the gradient is not finite on tower {wrong[0]}, that of one device is" if wrong else None
 
 
 def _not_reduced(case: Case, seen: Experiment) -> str | None:

@@ -137,7 +137,10 @@ class Experiment:
         """Whether a is b up to rounding, for every variable."""
         limit = self.case.tolerance
         scale = limit * limit * _size(b)
-        return all(_size([x - y]) <= limit * _size([y]) + scale for x, y in zip(a, b, strict=True))
+        return all(
+            np.array_equal(x, y, equal_nan=True) or _size([x - y]) <= limit * _size([y]) + scale
+            for x, y in zip(a, b, strict=True)
+        )
 
 
 def plain_gradient(root: Any) -> None:

@@ -163,8 +163,9 @@ def _assignments():
 def _refuse_state(model, assignments):
     if assignments:
         raise ModelError(
-            f"micro_batches: the forward pass of model {model.name!r} changes state ({sorted(assignments)[0]}), as batch "
-            f"normalisation does; in parts it is not what it is in one pass: use micro_batches=1, or freeze the layer"
+            f"micro_batches: the forward pass of model {model.name!r} changes state ({sorted(assignments)[0]}), as "
+            f"batch normalisation does; in parts it is not what it is in one pass: use micro_batches=1, or freeze "
+            f"the layer"
         )
     regularised = sum(v.regularizer is not None for v in model.trainable_variables)
     if len(model.losses) > regularised:

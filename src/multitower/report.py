@@ -65,7 +65,10 @@ class Report:
             rows.append(("first divergence", _told(self.first_divergence)))
         beyond = self.largest_difference > self.bound
         rows += [
-            ("furthest over its bound" if beyond else "nearest to its bound", f"{self.worst}: {self.largest_difference:.2g} apart, bound {self.bound:.2g}"),
+            (
+                "furthest over its bound" if beyond else "nearest to its bound",
+                f"{self.worst}: {self.largest_difference:.2g} apart, bound {self.bound:.2g}",
+            ),
             ("devices", ", ".join(self.devices)),
             ("rows of each step", ", ".join(map(str, self.batches))),
             *(("note", note) for note in self.notes),
@@ -83,7 +86,7 @@ class Report:
         for v in worst_first[:_SHOWN]:
             copies = "equal" if v["copies_equal"] else "DIFFER"
             rows.append([v["path"], v["kind"], *map(_short, (v["largest_difference"], v["bound"])), _share(v), copies])
-        left = self.variables[_SHOWN:] and worst_first[_SHOWN:]
+        left = worst_first[_SHOWN:]
         if left:
             rows.append([f"… {len(left)} more", "", "", "", f"≤ {_ratio(left[0]):.2g}", ""])
         return ["", "kind", "largest difference", "bound", "of bound", "copies"], rows
