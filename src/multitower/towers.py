@@ -286,8 +286,7 @@ class TowerStep:
             rows, shards = batches.split(batch, len(self.devices))
             parts = zip(batches.components(batch), program.reads_whole, strict=True)
             whole = [part if is_read else _no_rows(part) for part, is_read in parts]
-        with tf.control_dependencies([rows]):  # else what needs no data, a counter, runs before the data turn out to end
-            flat = [iter(self._call(program, i, [*shard, *whole, rows])) for i, shard in enumerate(shards)]
+        flat = [iter(self._call(program, i, [*shard, *whole, rows])) for i, shard in enumerate(shards)]
         if towers_agree:
             flat = flat[:1]
         with tf.device(_HOST):

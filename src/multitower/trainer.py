@@ -201,9 +201,24 @@ class _Loop:
         return logs
 
     def _in_graph(self, iterator):
-        first = self._step(iterator.get_next())
-        if self._steps == 1:
-            return first
+        return self._step(iterator.get_next()) if self._steps == 1 else self._several(iterator)
+
+    def _several(self, iterator):
+        """Steps until there have been enough or the data end; out of range where there is no batch at all.
+
+        A step runs only when its batch is there, as in Keras: of a step whose batch fails to come, what needs no data
+        runs all the same, and the optimizer would count it.
+        """
+        first = iterator.get_next_as_optional()
+        found = {}
+
+        def step():
+            found["logs"] = self._step(first.get_value())
+            return tf.nest.flatten(found["logs"])
+
+        def out_of_range():
+            iterator.get_next()
+            return [tf.zeros(v.shape, v.dtype) for v in tf.nest.flatten(found["logs"])]
 
         def more(i, has_data, *_):
             return has_data & (i < self._steps)
@@ -214,9 +229,9 @@ class _Loop:
             step = functools.partial(lambda: tf.nest.flatten(self._step(data.get_value())))
             return i + 1, has_data, *tf.cond(has_data, step, lambda: list(logs))
 
-        start = (tf.constant(1), tf.constant(True), *tf.nest.flatten(first))
+        start = (tf.constant(1), tf.constant(True), *tf.cond(first.has_value(), step, out_of_range))
         _, _, *logs = tf.while_loop(more, another, start, parallel_iterations=1)
-        return tf.nest.pack_sequence_as(first, logs)
+        return tf.nest.pack_sequence_as(found["logs"], logs)
 
     def _step(self, data):
         batch = tf.nest.map_structure(batches.leaf, (data,))
