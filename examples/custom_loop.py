@@ -1,6 +1,6 @@
 """A training loop of your own on two towers: the step is written for one device.
 
-    python examples/custom_loop.py [--devices cpu:2]
+python examples/custom_loop.py [--devices cpu:2]
 """
 
 import argparse

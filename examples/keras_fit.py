@@ -1,6 +1,6 @@
 """A Keras model on two towers; --devices gpu:0,1 for GPUs.
 
-    python examples/keras_fit.py [--devices cpu:2]
+python examples/keras_fit.py [--devices cpu:2]
 """
 
 import argparse

@@ -88,6 +88,16 @@ def test_an_overflow_on_one_tower_skips_the_step_on_all_and_halves_the_scale_onc
     assert_copies_equal(trainer)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_scale_that_changes_from_the_first_step_on(n):
+    """Keras scales by a constant until the optimizer is built, so the first trace is not that of later steps."""
+
+    def build():
+        return compiled([layers.Dense(1)], keras.optimizers.LossScaleOptimizer(momentum(), dynamic_growth_steps=1))
+
+    check(build, two_epochs(regression(14)), n)
+
+
 @pytest.mark.parametrize(("policy", "bound"), [("mixed_bfloat16", 2e-2), ("mixed_float16", 3e-3), ("float64", 1e-6)])
 def test_precisions(policy, bound):
     """Half-precision products of other shards are rounded elsewhere: a few units of their last place (2⁻⁸, 2⁻¹¹).

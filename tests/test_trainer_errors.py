@@ -10,8 +10,8 @@ import tensorflow as tf
 from keras import layers
 
 import multitower
-from multitower.errors import BatchError, DeviceError, ModelError, TowerError
-from oracle import assert_copies_equal, check_again, devices
+from multitower.errors import BatchError, DeviceError, ModelError
+from oracle import assert_copies_equal, check_again, devices, model_of
 from small_models import compiled, features, linear, momentum, numbers
 
 COUNT = 3
@@ -37,10 +37,10 @@ def fit(trainer, x=X, y=Y, **options):
 
 def works(trainer):
     """Whether the Trainer trains, and the towers agree."""
-    start = trainer.model.optimizer.iterations.numpy()
+    start = trainer.model.get_weights()
     assert np.isfinite(fit(trainer).history["loss"]).all()
     assert_copies_equal(trainer)
-    return trainer.model.optimizer.iterations.numpy() == start + 3
+    return not any(map(np.array_equal, start, trainer.model.get_weights()))
 
 
 # What cannot become a Trainer.
@@ -131,11 +131,11 @@ BATCHES = {
 def test_batches_that_cannot_be_split(name, trainer):
     make, error, message = BATCHES[name]
     x, y, *weights = make()
-    start = trainer.model.optimizer.iterations.numpy()
+    start = trainer.model.get_weights()
     with pytest.raises(error, match=message):
         fit(trainer, x, y, batch_size=None, sample_weight=weights[0] if weights else None)
-    done = trainer.model.optimizer.iterations.numpy() - start
-    assert done == (name == "empty batch after others")
+    untouched = all(map(np.array_equal, start, trainer.model.get_weights()))
+    assert untouched == (name != "empty batch after others")
     assert works(trainer)
 
 
@@ -182,14 +182,11 @@ def test_data_that_ends_early(source):
     def train(either):
         with pytest.warns(UserWarning, match="ran out of data"):
             history = either.fit(**source(), steps_per_epoch=5, epochs=2, shuffle=False, verbose=0)
-        return history, forget_steps(either)
+        # Both may count a step more in every epoch: the graph adds 1 before it finds that there is no batch.
+        model_of(either).optimizer.iterations.assign(0)
+        return history
 
     check_again(linear, train, COUNT)
-
-
-def forget_steps(either):
-    """Where data ends unexpectedly plain Keras may count a step that there was not: tests/test_trainer_data.py."""
-    getattr(either, "model", either).optimizer.iterations.assign(0)
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch"])
@@ -218,17 +215,10 @@ def test_one_tower_raises(position):
     x[position] = 1000.0
     for call in (lambda: fit(trainer, x, batch_size=12), lambda: trainer.predict(x, batch_size=12, verbose=0)):
         start = time.perf_counter()
-        with pytest.raises((tf.errors.InvalidArgumentError, TowerError), match=large_number(position)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="a number is too large"):
             call()
         assert time.perf_counter() - start < 20  # an ordinary step takes some milliseconds, a first trace seconds
         assert works(trainer)
-
-
-def large_number(position):
-    """TensorFlow loses the error of a tower on the host, CPU:0, if others wait there; the message says where it is."""
-    return "a number is too large" + (
-        "|a tower failed.*the same batch on one device raises the error" if position == 0 else ""
-    )
 
 
 _picky = []
@@ -251,7 +241,7 @@ class WrongRows(layers.Layer):
 
 def test_outputs_that_are_not_rows():
     trainer = multitower.Trainer(compiled([keras.Input((6,)), WrongRows(), layers.Dense(1)]), devices(COUNT))
-    with pytest.raises((tf.errors.InvalidArgumentError, TowerError), match=r"not have one row|a tower failed"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="does not have one row for each row of the batch"):
         fit(trainer)
 
 

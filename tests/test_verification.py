@@ -12,8 +12,9 @@ from keras import layers
 
 import broken_models as broken
 import multitower as mt
-from multitower import hooks, model_copy
+from multitower import hooks
 from multitower.tower import this_tower
+from multitower.verification import model_copy
 from oracle import devices, state
 from small_models import (
     CLASSES,

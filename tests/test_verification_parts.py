@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from keras import layers
 
 import multitower as mt
-from multitower import comparison, forward, model_copy, report, rounding, row_batches
-from multitower.inventory import inventory, layers_of
+from multitower.verification import comparison, forward, model_copy, report, rounding, row_batches
+from multitower.verification.inventory import inventory, layers_of
 from small_models import compiled, features
 
 # Batches
@@ -121,7 +121,7 @@ def test_the_odd_one_out():
 
 
 def test_numbers_that_a_step_returns():
-    from multitower.twins import single_numbers
+    from multitower.verification.twins import single_numbers
 
     results = {"loss": tf.constant(1.5), "rows": tf.zeros([3]), "parts": (2, None), "name": "x"}
     assert single_numbers(results) == {"loss": 1.5, "parts/0": 2.0}

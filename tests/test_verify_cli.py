@@ -159,7 +159,7 @@ def test_an_error_that_is_not_ours_is_exit_code_2(run, job, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("multitower.verify_job.verify_job", fail)
+    monkeypatch.setattr("multitower.verification.job.verify_job", fail)
     code, _, err = run("verify", job)
     assert code == 2
     assert "RuntimeError: broken" in err

@@ -163,7 +163,7 @@ def verify(job, devices, steps, batch_size, settings, seed, as_json) -> int:
 
     find_job(job)
     params = parse_params(settings)
-    from .verify_job import verify_job
+    from .verification.job import verify_job
 
     report = verify_job(job, devices, steps, batch_size, params, seed)
     _print_table("multitower verify", report.summary())

@@ -45,7 +45,8 @@ def keras_in_towers(batch_norm="global"):
         raise ModelError(f"batch_norm={batch_norm!r} is unknown; expected 'global' or 'tower'")
     with _lock, ExitStack() as stack:
         for root, name, hook, silences in _HOOKS:
-            stack.enter_context(replaced((*root.__mro__, *_subclasses(root)), name, hook, silences))
+            classes = (*root.__mro__, *_subclasses(root))
+            stack.enter_context(replaced(classes, name, hook, silences, on_one_tower=hook is _scale_loss))
         for name, hook in _BATCH_NORM_HOOKS[batch_norm]:
             stack.enter_context(replaced((keras.layers.BatchNormalization,), name, hook, ()))
         yield
@@ -177,8 +178,9 @@ def _scale_loss(tower, original, optimizer, loss):
     """Keras' own train_step: the weight of this tower's rows goes in before the backward pass.
 
     Weighted afterwards, the backward pass would see gradients N times those of one device, and float16 would overflow
-    where one device does not.
+    where one device does not. Before it is built, LossScaleOptimizer scales by a constant: that trace serves one step.
     """
+    tower.trace_again |= not optimizer.built
     scaled = original(loss)
     return tower.weigh(scaled) if tower.weighting is Weighting.LOSS else scaled
 

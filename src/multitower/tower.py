@@ -30,6 +30,7 @@ class Tower:
         index: this tower's number, an int32 scalar tensor.
         rows: rows of every tower's shard, an int32 tensor of shape (N,).
         weighting: see `Weighting`.
+        trace_again: the trace is not that of later steps, as an optimizer was not built yet; make another one.
         loss_over_shard: the loss and the metrics of a model are computed on the shard's outputs, not on those of all.
         silenced: names of Keras methods that need no help now, because they are given the whole batch already.
         batch_moments: with batch_norm="tower", the mean and variance for the layer being called: see `hooks`.
@@ -42,6 +43,7 @@ class Tower:
         self.weighting = weighting
         self.loss_over_shard = loss_over_shard
         self.silenced = frozenset()
+        self.trace_again = False
         self.batch_moments = None
         self._inputs = {}
         self._gathered = {}

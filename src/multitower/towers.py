@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
 from . import batches, upstream
 from .collectives import group
 from .device import devices as resolve_devices
-from .errors import BatchError, MultitowerError, TowerError
+from .errors import BatchError, MultitowerError
 from .hooks import keras_in_towers
 from .placement import bind, created_outside, replicas
 from .tower import Tower, Weighting, current, traced_for
@@ -239,10 +240,10 @@ class TowerStep:
     def _trace(self, structure):
         towers = group(self.devices)
         specs = batches.components(structure)
-        traced = {}
+        traced: dict[str, Any] = {}
 
         def body(shard, whole, rows, index):
-            tower = Tower(towers, index, rows, self._weighting, self._loss_over_shard)
+            tower = traced["tower"] = Tower(towers, index, rows, self._weighting, self._loss_over_shard)
             batch = batches.pack(structure, shard)
             _pair(tower, batch, batches.pack(structure, whole))
             self.traces += 1
@@ -251,14 +252,19 @@ class TowerStep:
             traced["results"], flat = _results(results)
             return flat
 
-        # Inlined into the graph of all towers. With _noinline TensorFlow optimises each tower's call by itself and
-        # rewrites them differently (x / √y as x · 1/√y on one of them only): the copies differ in the last bit.
-        function = tf.function(body, autograph=False)
-        rows, index = tf.TensorSpec([towers.count], tf.int32), tf.TensorSpec([], tf.int32)
-        concrete = function.get_concrete_function(specs, specs, rows, index)
+        concrete = self._concrete(body, specs, towers.count)
+        if traced["tower"].trace_again:  # tf.function traces again too when the first trace created variables
+            concrete = self._concrete(body, specs, towers.count)
         captured, variables = bind(concrete, towers)
         reads_whole = [bool(t.consumers()) for t in concrete.inputs[len(specs) : 2 * len(specs)]]
         return Program(structure, concrete, captured, variables, reads_whole, traced["results"])
+
+    @staticmethod
+    def _concrete(body, specs, count):
+        # Inlined into the graph of all towers. With _noinline TensorFlow optimises each tower's call by itself and
+        # rewrites them differently (x / √y as x · 1/√y on one of them only): the copies differ in the last bit.
+        rows, index = tf.TensorSpec([count], tf.int32), tf.TensorSpec([], tf.int32)
+        return tf.function(body, autograph=False).get_concrete_function(specs, specs, rows, index)
 
     @contextmanager
     def _inside(self, tower):
@@ -333,7 +339,7 @@ def _no_rows(component):
 
 @contextmanager
 def errors_explained():
-    """Errors that the graph of a step raises about its batch, as a `BatchError`; those that hide the cause say so."""
+    """Errors that the graph of a step raises about its batch, as a `BatchError`."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -341,11 +347,3 @@ def errors_explained():
             if message in str(error.message):
                 raise BatchError(message.removeprefix("multitower: ")) from error
         raise
-    except tf.errors.CancelledError as error:
-        # A tower on the host: what waits beside it for other towers is cancelled before its own error arrives, and an
-        # executor keeps the first error only (tensorflow/core/common_runtime/executor.cc, ExecutorState::NodeDone).
-        raise TowerError(
-            "a tower failed, and TensorFlow reports only that others were cancelled for it; the same batch on one "
-            "device raises the error itself, and with TF_CPP_MIN_LOG_LEVEL=0 it is on stderr, after 'Local rendezvous "
-            "is aborting with status'"
-        ) from error

@@ -218,7 +218,7 @@ class _Loop:
 
         def out_of_range():
             iterator.get_next()
-            return [tf.zeros(v.shape, v.dtype) for v in tf.nest.flatten(found["logs"])]
+            return [tf.zeros([d or 0 for d in v.shape], v.dtype) for v in tf.nest.flatten(found["logs"])]
 
         def more(i, has_data, *_):
             return has_data & (i < self._steps)
@@ -226,8 +226,8 @@ class _Loop:
         def another(i, _, *logs):
             data = iterator.get_next_as_optional()
             has_data = data.has_value()
-            step = functools.partial(lambda: tf.nest.flatten(self._step(data.get_value())))
-            return i + 1, has_data, *tf.cond(has_data, step, lambda: list(logs))
+            run = functools.partial(lambda: tf.nest.flatten(self._step(data.get_value())))
+            return i + 1, has_data, *tf.cond(has_data, run, lambda: list(logs))
 
         start = (tf.constant(1), tf.constant(True), *tf.cond(first.has_value(), step, out_of_range))
         _, _, *logs = tf.while_loop(more, another, start, parallel_iterations=1)

@@ -7,11 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from .device import devices as choose_devices
-from .job import check_job_params, load_job, make_model
+from ..device import devices as choose_devices
+from ..job import check_job_params, load_job, make_model
+from ..train import load_data
 from .report import Report
-from .train import load_data
-from .verification import verify
+from .verifier import verify
 
 
 def verify_job(

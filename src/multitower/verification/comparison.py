@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from .errors import ModelError
+from ..errors import ModelError
 from .experiment import Case, Difference
 from .inventory import Entry, layers_of
 from .rounding import Rounding, Trajectory, differences

@@ -16,7 +16,7 @@ class Report:
         equal: whether everything was within its bound and all copies were equal to the bit; None where it could not be
             compared, for the reason given.
         largest_difference: absolute, of the variable or number that came nearest to its bound, or exceeded it most.
-        bound: what rounding may do to that one, see `multitower.rounding`.
+        bound: what rounding may do to that one, see `multitower.verification.rounding`.
         worst: its path.
         first_divergence: None, or {step: from 1, rows: of that step's batch, layer, variable, tower: whose copy differs
             from the other towers', None where they agree}.

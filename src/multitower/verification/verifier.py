@@ -15,18 +15,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ..device import devices as resolve_devices
+from ..device import full_precision
+from ..errors import ModelError, MultitowerError
+from ..towers import replicate
+from ..trainer import Trainer
 from .comparison import compare, same_start
-from .device import devices as resolve_devices
-from .device import full_precision
 from .diagnosis import find_reason
-from .errors import ModelError, MultitowerError
 from .experiment import Case, Prepare
 from .model_copy import builder_of, plain_execution, silence
 from .report import Report
 from .rounding import measure, record
 from .row_batches import as_tensors, choose, count_rows, sizes
-from .towers import replicate
-from .trainer import Trainer
 from .twins import ModelTwin, StepTwin, Twin
 
 Twins = tuple[Twin, Twin]
@@ -46,7 +46,7 @@ def verify(
         |v_towers − v_one| ≤ bound(v)      for every weight, optimizer slot, metric and returned number v, every step
 
     and copies of a variable on the towers are equal to the bit. The bound is what rounding does to the same steps on
-    one device, see `multitower.rounding`. Random layers of Keras run as in inference on both sides; the report names
+    one device, see `rounding`. Random layers of Keras run as in inference on both sides; the report names
     them. A random layer of your own cannot be compared, and the report says so.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from .errors import ModelError
+from ..errors import ModelError
 from .inventory import inventory, layers_of, optimizers_of
 
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .errors import ModelError, MultitowerError, TowerError
+from ..errors import ModelError, MultitowerError, TowerError
 from .inventory import Entry, inventory
 from .row_batches import dataset, take
 

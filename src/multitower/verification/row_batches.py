@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .batches import leaf, row_count
-from .errors import BatchError
+from ..batches import leaf, row_count
+from ..errors import BatchError
 
 
 def as_tensors(batch: Any) -> Any:
