@@ -14,7 +14,7 @@ import multitower
 
 # Towers add up the same float32 numbers in another order. With n addends the result moves by at most n·2⁻²⁴ of the sum
 # of their sizes; for the few dozen rows and few steps of these tests that stays below 1e-6 of the largest element of a
-# variable. What a wrong reduction does (a tower left out, a mean in place of a sum) is 1e-2 and more: `apart` shows it.
+# variable. What a wrong reduction does (a tower left out, a mean in place of a sum) is far more: see the controls.
 BOUND = 1e-6
 
 

@@ -94,18 +94,9 @@ def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     assert callable(mt.devices)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "multitower.towers",
-        "multitower.trainer",
-        "multitower.norm",
-        "multitower.reduce",
-        "multitower.verification.verifier",
-    ],
-)
+@pytest.mark.parametrize("module", ["towers", "trainer", "norm", "reduce", "verification.verifier"])
 def test_examples_in_docstrings(module):
-    result = doctest.testmod(importlib.import_module(module))
+    result = doctest.testmod(importlib.import_module(f"multitower.{module}"))
     assert result.attempted
     assert not result.failed
 

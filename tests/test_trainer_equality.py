@@ -98,11 +98,14 @@ def test_the_first_step_builds_the_model(name, count, batch_size):
 
 @pytest.fixture
 def float64():
-    for dtype in ("float64", "float32"):
-        keras.config.set_floatx(dtype)
-        keras.config.set_dtype_policy(dtype)
-        if dtype == "float64":
-            yield
+    _set_precision("float64")
+    yield
+    _set_precision("float32")
+
+
+def _set_precision(dtype):
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
 
 
 @pytest.mark.usefixtures("float64")
@@ -208,14 +211,14 @@ OPTIMIZERS = {
     "clipnorm": lambda: momentum(clipnorm=0.1),
     "global_clipnorm": lambda: momentum(global_clipnorm=0.1),
     "accumulation": lambda: momentum(gradient_accumulation_steps=3),
-    "moving_average": lambda: momentum(use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2),
+    "adam": lambda: keras.optimizers.Adam(0.1),
     "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=2.0**10),
 }
 MORE_OPTIMIZERS = {
     "clipvalue": lambda: momentum(clipvalue=0.05),
     "weight_decay": lambda: momentum(weight_decay=0.1),
     "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
-    "adam": lambda: keras.optimizers.Adam(0.1),
+    "moving_average": lambda: momentum(use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2),
     "lamb": lambda: keras.optimizers.Lamb(0.1),
 }
 

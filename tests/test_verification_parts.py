@@ -84,9 +84,9 @@ def test_every_variable_is_listed_once():
     assert [kinds.count(k) for k in ("weight", "state", "optimizer", "metric", "seed")] == [5, 3, 2 + 4 + 2, 4, 1]
     assert kinds == sorted(kinds, key=["weight", "state", "optimizer", "metric", "seed"].index)
     assert [e.layer for e in entries if e.kind == "weight"][1:] == ["first", "first", "second", "second"]
-    assert [e.layer for e in entries if e.kind == "seed"] == ["dropout"]
+    assert [e.layer for e in entries if e.kind == "seed"] == [model.dropout.name]
     assert [e.kind for e in entries if e.epsilon == 0] == ["state", "optimizer", "optimizer", "seed"]
-    assert {"first", "second", "dropout"} <= {layer.name for layer in layers_of(model)}
+    assert {"first", "second", model.dropout.name} <= {layer.name for layer in layers_of(model)}
 
 
 # Distances and bounds

@@ -180,7 +180,7 @@ def _scale_loss(tower, original, optimizer, loss):
     Weighted afterwards, the backward pass would see gradients N times those of one device, and float16 would overflow
     where one device does not. Before it is built, LossScaleOptimizer scales by a constant: that trace serves one step.
     """
-    tower.trace_again |= not optimizer.built
+    tower.trace_again |= isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not optimizer.built
     scaled = original(loss)
     return tower.weigh(scaled) if tower.weighting is Weighting.LOSS else scaled
 
