@@ -183,6 +183,16 @@ def test_python_values_are_constants_of_the_trace():
     assert seen == [(True, None), (False, None), (True, "a")]
 
 
+def test_a_step_may_return_nothing():
+    w = tf.Variable(1.0)
+
+    def step(x):
+        w.assign_add(mt.all_reduce(tf.reduce_sum(x)))
+
+    assert mt.replicate(step, cpus(2))(tf.ones([3])) is None
+    assert float(w) == 4
+
+
 def test_whole_arguments_are_not_split():
     table = tf.constant([10.0, 20.0, 30.0, 40.0])
     step = mt.replicate(lambda x, table: tf.gather(table, x), cpus(2), whole="table")

@@ -54,3 +54,50 @@ def test_batch_norm_divides_masked_sums_by_the_count_and_epsilon():
     mask = tf.constant([[True], [True], [False]])
     layer(tf.constant([[[1.0]], [[3.0]], [[9.0]]], tf.float64), training=True, mask=mask)
     assert layer.moving_mean.numpy() == pytest.approx(4 / (2 + keras.config.epsilon()), rel=1e-12)
+
+
+def test_keras_keeps_masks_where_we_look():
+    outputs = keras.layers.Masking()(tf.constant([[[1.0], [0.0]]]))
+    assert upstream.keras_mask(outputs).numpy().tolist() == [[True, False]]
+    assert upstream.keras_mask(tf.ones([1])) is None
+    other = tf.ones([1, 2, 1])
+    upstream.set_keras_mask(other, tf.constant([[False, True]]))
+    assert upstream.keras_mask(other).numpy().tolist() == [[False, True]]
+
+
+def test_compile_makes_a_new_loss_tracker():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    first = upstream.made_by_compile(model)
+    assert upstream.made_by_compile(model) is first
+    model.compile("sgd", "mse")
+    assert upstream.made_by_compile(model) is not first
+
+
+def test_autograph_converts_methods():
+    class Sign:
+        def of(self, x):
+            if x > 0:
+                return 1
+            return -1
+
+    sign = upstream.with_autograph(Sign().of)
+    assert int(tf.function(lambda x: sign(x), autograph=False)(tf.constant(-3.0))) == -1
+
+
+def test_a_tf_function_knows_its_python_function():
+    def plain(x):
+        return x
+
+    assert upstream.python_function(tf.function(plain)) is plain
+    assert upstream.python_function(plain) is plain
+
+
+def test_checkpoints_restore_through_the_method_we_watch(tmp_path):
+    calls = []
+    variable = tf.Variable(1.0)
+    path = tf.train.Checkpoint(v=variable).write(str(tmp_path / "c"))
+    restore = getattr(variable, upstream.restore_method_name())
+    setattr(variable, upstream.restore_method_name(), lambda tensors: (calls.append(1), restore(tensors))[1])
+    tf.train.Checkpoint(v=variable).restore(path)
+    assert calls

@@ -9,6 +9,7 @@ and progress bar is Keras', and callbacks see the plain model. One batch goes th
 
 import functools
 import inspect
+import warnings
 from contextlib import contextmanager
 
 import keras
@@ -73,6 +74,10 @@ class Trainer:
         _check(model, loss_over)
         self.model = model
         self._devices = tuple(resolve_devices(devices))
+        if model.jit_compile and not any("GPU" in device for device in self._devices):  # on GPUs it is Keras' default
+            warnings.warn(
+                f"model {model.name!r} is compiled with jit_compile=True; towers run without XLA", stacklevel=2
+            )
         self._batch_norm = batch_norm
         self._micro_batches = micro_batches
         self._loss_over = loss_over
@@ -285,6 +290,7 @@ def _arguments(method, args, kwargs):
 def _with_refresh(callbacks, trainer):
     refresh = _Refresh(trainer)
     if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.callbacks[:] = [c for c in callbacks.callbacks if not isinstance(c, _Refresh)]  # of an earlier fit
         callbacks.callbacks.append(refresh)
         refresh.set_model(trainer.model)
         return callbacks
