@@ -55,17 +55,6 @@ def job(tmp_path, monkeypatch):
     return path
 
 
-@pytest.fixture
-def run(capsys):
-    """A function that runs the command line in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
 def run_process(*arguments, cwd):
     """Run the command line in a process of its own, as a user does."""
     command = [*COMMAND, *arguments]

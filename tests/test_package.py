@@ -31,7 +31,7 @@ LAYERS = [
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
-    ["cli"],
+    ["start", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
 

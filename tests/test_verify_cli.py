@@ -2,7 +2,6 @@
 
 import pytest
 
-from multitower import cli
 from test_cli import JOB, last_json, run_process
 
 BROKEN = """
@@ -61,17 +60,6 @@ def job(tmp_path, monkeypatch):
     path = tmp_path / "job.py"
     path.write_text(JOB)
     return path
-
-
-@pytest.fixture
-def run(capsys):
-    """A function that runs the command line in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def write(job, *parts):

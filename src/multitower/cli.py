@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from . import __version__
+from .start import start_tensorflow
 
 _LINE = 600  # characters of an error's message; TensorFlow's run to pages
 
@@ -111,6 +112,7 @@ def train(job, devices, epochs, batch_size, settings, run_dir, seed, as_json) ->
 
     find_job(job)  # before TensorFlow is imported: a wrong name is told at once
     params = parse_params(settings)
+    start_tensorflow()
     from .train import run
 
     report = run(job, devices, epochs, batch_size, params, run_dir, seed)
@@ -163,6 +165,7 @@ def verify(job, devices, steps, batch_size, settings, seed, as_json) -> int:
 
     find_job(job)
     params = parse_params(settings)
+    start_tensorflow()
     from .verification.job import verify_job
 
     report = verify_job(job, devices, steps, batch_size, params, seed)
@@ -180,6 +183,7 @@ def verify(job, devices, steps, batch_size, settings, seed, as_json) -> int:
 @_debug
 def env(devices, as_json) -> None:
     """Show devices, versions, and which collectives will be used and why."""
+    start_tensorflow()
     from .collectives import implementation
     from .device import describe
 

@@ -351,3 +351,8 @@ def _describe_device(name: str) -> dict[str, Any]:
 def _version(distribution: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
+
+
+def load_drivers() -> None:
+    """Have TensorFlow look for the devices of the machine. Its runtime does not start: the CPU can still be split."""
+    tf.config.list_physical_devices()
