@@ -251,6 +251,34 @@ def test_a_loss_that_divides_by_the_batch_itself(batch_size):
     check(lambda: compiled([layers.Dense(1)], loss=divides_by_the_batch), two_epochs(regression(14), batch_size), 3)
 
 
+def test_a_loss_without_reduction():
+    """reduction=None: the loss is a vector of rows, and its gradient that of their sum."""
+    loss = keras.losses.MeanSquaredError(reduction=None)
+    check(lambda: compiled([layers.Dense(1)], momentum_with(0.01), loss), two_epochs(regression(14)), 3)
+
+
+class RaggedOutput(keras.Model):
+    """Rows of different lengths."""
+
+    def call(self, x):
+        return tf.RaggedTensor.from_tensor(x, lengths=tf.cast(x[:, 0], tf.int32))
+
+
+def test_predict_of_rows_of_different_lengths():
+    x = np.random.default_rng(0).integers(0, 6, (13, 6)).astype("float32")
+
+    def predict(either):
+        return either.predict(x, batch_size=5, verbose=0).to_list()
+
+    plain, model = twins(RaggedOutput)
+    assert predict(mt.Trainer(compile_anyhow(model), devices(3))) == predict(plain)
+
+
+def compile_anyhow(model):
+    model.compile("sgd", "mse")
+    return model
+
+
 def test_rows_of_one_step_beside_rows_of_nine():
     ids = np.random.default_rng(0).integers(1, 9, (12, 9))
     ids[::2, 1:] = 0  # one valid step, nine, one, nine, …
