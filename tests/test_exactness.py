@@ -432,8 +432,11 @@ def test_random_numbers_go_on_where_they_stopped():
     batches = [(features(5, seed), numbers(5, seed)) for seed in range(6)]
 
     def train(model, part):
-        trainer = mt.Trainer(model, devices(3))
-        return [trainer.train_on_batch(*batch) for batch in part]
+        trainer, losses = mt.Trainer(model, devices(3)), []
+        for batch in part:
+            model.reset_metrics()  # Keras 3.14 goes on with the mean of the losses
+            losses.append(trainer.train_on_batch(*batch))
+        return losses
 
     expected = train(whole, batches)
     begun = train(first, batches[:3])

@@ -99,7 +99,7 @@ def test_random_layers_draw_the_same_in_both_passes():
     moved = [v.numpy() - b for v, b in zip(model.trainable_variables, before, strict=True)]
     assert state.numpy()[1] == 2  # two parts drew once each; the second passes drew nothing
     state.assign([5, 0])
-    model.reset_metrics()  # Keras 3.13 goes on with the mean of the losses
+    model.reset_metrics()  # Keras 3.14 goes on with the mean of the losses
     second = trainer.train_on_batch(x, y)
     predicted = -sum((m**2).sum() for m in moved) / 1e-3
     assert second - first == pytest.approx(predicted, rel=0.02)
