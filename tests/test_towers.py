@@ -393,8 +393,10 @@ def test_a_failing_tower_ends_the_step_with_its_own_error():
     w = tf.Variable(1.0)
 
     def step(x, bad):
-        tf.debugging.Assert((mt.tower_index() < 1) | tf.logical_not(bad), ["this tower is bad"])
-        w.assign_add(mt.all_reduce(tf.reduce_sum(x)))
+        fine = tf.debugging.Assert((mt.tower_index() < 1) | tf.logical_not(bad), ["this tower is bad"])
+        with tf.control_dependencies([fine]):  # the update waits for the check, on one device as on several
+            total = tf.reduce_sum(x)
+        w.assign_add(mt.all_reduce(total))
         return w.read_value()
 
     step = mt.replicate(step, cpus(3))

@@ -68,6 +68,34 @@ class Group:
                 lifting = {"experimental_enable_variable_lifting": False}
                 self.tokens.append(tf.Variable(0.0, trainable=False, name="tower_token", **lifting))
 
+    def meet(self):
+        """Let the towers meet once, with nothing else to fail.
+
+        TensorFlow resolves a group when its members first meet; broken off then by an error in one tower, the group
+        stays broken for the life of the process (tensorflow/core/common_runtime/collective_param_resolver_local.cc).
+        """
+        key = _instance_keys.take()
+
+        def once():
+            for device, token in zip(self.devices, self.tokens, strict=True):
+                with tf.device(device):
+                    tf.raw_ops.CollectiveReduceV2(
+                        input=tf.zeros([1]), merge_op="Add", final_op="Id", **self.arguments(token, key)
+                    )
+
+        with tf.init_scope():
+            tf.function(once, autograph=False)()
+
+    def arguments(self, token, key):
+        """What every collective of the group is given."""
+        return {
+            "group_size": self.count,
+            "group_key": self.key,
+            "instance_key": key,
+            "ordering_token": [token.handle],
+            "communication_hint": self.hint,
+        }
+
     @property
     def count(self):
         """N, the number of towers."""
@@ -76,8 +104,11 @@ class Group:
 
 @cache
 def group(devices):
-    """The group of a tuple of device names; one for each tuple in the process."""
-    return Group(devices)
+    """The group of a tuple of device names, which has met; one for each tuple in the process."""
+    towers = Group(devices)
+    if towers.count > 1:
+        towers.meet()
+    return towers
 
 
 def implementation(devices):
@@ -167,13 +198,7 @@ def _gather(x, key):
 
 def _arguments(key):
     towers = this_tower().group
-    return {
-        "group_size": towers.count,
-        "group_key": towers.key,
-        "instance_key": key,
-        "ordering_token": [towers.tokens[0].handle],
-        "communication_hint": towers.hint,
-    }
+    return towers.arguments(towers.tokens[0], key)
 
 
 def _cast_around(x, collective):
