@@ -3,8 +3,6 @@
 All use SGD with momentum: Adam would hide a gradient that is wrong by a constant factor.
 """
 
-import functools
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -93,25 +91,13 @@ def named(rows):
     }
 
 
-@functools.cache
-def activity_losses_are_means():
-    """Whether Keras divides what an activity regulariser gives by the rows of the batch: 3.15 does, 3.13 does not."""
-    losses = []
-    for rows in (1, 2):
-        layer = layers.Activation("linear", activity_regularizer="l1")
-        layer(tf.ones([rows, 1]))
-        losses += map(float, layer.losses)
-    return losses[0] == losses[1]
-
-
 class Subclassed(keras.Model):
-    """Subclassed, with a weight regulariser and, where it is a mean over rows, an activity regulariser."""
+    """Subclassed, with a weight regulariser and an activity regulariser, which Keras divides by the rows."""
 
     def __init__(self):
         super().__init__()
-        activity = regularizers.L2(0.1) if activity_losses_are_means() else None
         self.hidden = layers.Dense(5, "tanh", kernel_regularizer=regularizers.L2(0.1))
-        self.out = layers.Dense(1, activity_regularizer=activity)
+        self.out = layers.Dense(1, activity_regularizer=regularizers.L2(0.1))
 
     def call(self, x):
         return self.out(self.hidden(x))

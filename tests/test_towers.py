@@ -1,5 +1,7 @@
 """replicate(): any single-device step gives on N towers what it gives on one device."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -403,6 +405,27 @@ def test_a_failing_tower_ends_the_step_with_its_own_error():
     with pytest.raises(tf.errors.InvalidArgumentError, match="this tower is bad"):
         step(tf.ones([3]), tf.constant(True))
     assert float(step(tf.ones([3]), tf.constant(False))) == 4
+
+
+def test_a_first_step_that_fails_leaves_the_towers_usable():
+    """It ends while the other towers wait in their first collective. Without Group.meet all later steps are cancelled,
+    in the whole process, so this file cannot show the control.
+    """
+
+    def late(index, bad):
+        if bad and index == 1:
+            time.sleep(0.3)
+            raise ValueError("this tower is bad")
+        return index
+
+    def step(x, bad):
+        index = tf.numpy_function(late, [mt.tower_index(), bad], tf.int32)
+        return mt.all_reduce(tf.reduce_sum(x) + 0 * tf.cast(tf.reshape(index, []), tf.float32))
+
+    step = mt.replicate(step, ["CPU:5", "CPU:6", "CPU:7"])  # a group no other test uses
+    with pytest.raises(tf.errors.OpError, match="this tower is bad"):
+        step(tf.ones([6]), tf.constant(True))
+    assert float(step(tf.ones([6]), tf.constant(False))) == 6
 
 
 @pytest.mark.parametrize(
