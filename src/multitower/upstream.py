@@ -59,6 +59,14 @@ def made_by_compile(model):
     return model._loss_tracker
 
 
+def learning_rate_of(optimizer):
+    """What an optimizer was given as its learning rate (`_learning_rate`): a Variable, a schedule or a callable.
+
+    The public `learning_rate` is the number a schedule gives for the next step, not the schedule.
+    """
+    return optimizer._learning_rate
+
+
 def restore_method_name():
     """The method of tf.Variable that tf.train.Checkpoint restores through: `_restore_from_tensors`."""
     return "_restore_from_tensors"
