@@ -19,13 +19,13 @@ MODULES = sorted(str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".") fo
 
 # A module imports modules of layers below its own, or of its own that stand before it.
 LAYERS = [
-    ["errors", "upstream", "device", "parameters", "throughput", "schedule", "cifar10_files", "pictures"],
+    ["errors", "upstream", "device", "parameters", "throughput", "schedule", "cifar10_files", "pictures", "volume_files"],
     ["tower", "collectives", "moments"],
     ["exchange", "reduce", "norm"],
     ["placement", "batches", "hooks", "parts"],
     ["towers"],
     ["trainer"],
-    ["jobs.__init__", "jobs.digits", "jobs.cifar10", "job", "train"],
+    ["jobs.__init__", "jobs.digits", "jobs.cifar10", "jobs.volumes", "job", "train"],
     [
         f"verification.{m}"
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")

@@ -14,6 +14,7 @@ import functools
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -105,11 +106,9 @@ def local_response_normalisation(x):
     Source: A. Krizhevsky, I. Sutskever and G. Hinton, ImageNet Classification with Deep Convolutional Neural Networks,
     2012, section 3.3.
     """
-    channels, n = x.shape[-1], _REACH
-    squares = ops.pad(ops.square(x), [[0, 0], [0, 0], [0, 0], [n, n]])
-    total = squares[..., :channels]
-    for start in range(1, 2 * n + 1):
-        total = total + squares[..., start : start + channels]
+    numbers = np.arange(x.shape[-1])
+    near = np.abs(numbers[:, None] - numbers) <= _REACH
+    total = ops.matmul(ops.square(x), near.astype("float32"))  # on a CPU faster than tf.nn.lrn
     root = ops.rsqrt(1.0 + (0.001 / 9) * total)  # ^-0.5
     return x * (root * ops.sqrt(root))
 
