@@ -8,6 +8,7 @@ Everything is checked before anything is trained: each file is there, whole, fin
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,9 +88,9 @@ def read_table(table: Path) -> tuple[list[Path], np.ndarray, np.ndarray]:
     if len(rows) < 2:
         raise JobError(f"{table} has {len(rows)} volumes; expected at least 2, one of them to be held out")
     files, target, sex = zip(*rows, strict=True)
-    twice = {file for file in files if files.count(file) > 1}
-    if twice:
-        raise JobError(f"{table} names {min(twice).name} more than once")
+    file, times = Counter(files).most_common(1)[0]
+    if times > 1:
+        raise JobError(f"{table} names {file.name} {times} times; expected one line for each volume")
     return list(files), np.array(target, np.float32), np.array(sex, np.float32)
 
 
