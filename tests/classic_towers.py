@@ -35,7 +35,7 @@ def tower_loss(scope, network, x, y, start):
 
 
 def average_gradients(tower_grads, average):
-    """A list of (gradient, variable) per tower to one: dense gradients expanded and concatenated, sparse ones joined."""
+    """Lists of (gradient, variable) of towers to one: dense gradients expanded and concatenated, sparse ones joined."""
     averaged = []
     for pairs in zip(*tower_grads, strict=True):
         grads = [g for g, _ in pairs]
@@ -64,7 +64,11 @@ def train(network, start, optimizer, batches, towers, average=tf.reduce_mean):
         opt = optimizer()
         tower_grads = []
         for i, (xs, ys) in enumerate(zip(tf.split(x, towers), tf.split(y, towers), strict=True)):
-            with v1.variable_scope("model", reuse=i > 0), tf.device(f"/cpu:{i + 1}"), v1.name_scope(f"tower_{i}") as scope:
+            with (
+                v1.variable_scope("model", reuse=i > 0),
+                tf.device(f"/cpu:{i + 1}"),
+                v1.name_scope(f"tower_{i}") as scope,
+            ):
                 tower_grads.append(opt.compute_gradients(tower_loss(scope, network, xs, ys, start)))
         step = opt.apply_gradients(average_gradients(tower_grads, average))
         config = v1.ConfigProto(device_count={"CPU": towers + 1}, allow_soft_placement=False)
@@ -72,6 +76,8 @@ def train(network, start, optimizer, batches, towers, average=tf.reduce_mean):
             session.run(v1.global_variables_initializer())
             for batch in batches:
                 session.run(step, dict(zip((x, y), batch, strict=True)))
-            devices = {op.device[-5:] for op in tf.compat.v1.get_default_graph().get_operations() if op.type == "MatMul"}
+            devices = {
+                op.device[-5:] for op in tf.compat.v1.get_default_graph().get_operations() if op.type == "MatMul"
+            }
             assert devices == {f"CPU:{i + 1}" for i in range(towers)}, devices
             return [np.asarray(value) for value in session.run(v1.trainable_variables())]

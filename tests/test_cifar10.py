@@ -8,8 +8,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracle import check, twins
-from picture_files import PARTS, digit_pictures, write_binary, write_python
 
 import multitower
 from multitower import cifar10_files
@@ -19,6 +17,8 @@ from multitower.job import load_job
 from multitower.jobs import cifar10
 from multitower.pictures import central_crop, distorted, distorted_batches, plain_batches, standardised
 from multitower.upstream import learning_rate_of
+from oracle import check, twins
+from picture_files import PARTS, digit_pictures, write_binary, write_python
 
 ROWS = 20  # of each file
 
@@ -83,7 +83,10 @@ class Evil:
         (b"not a pickle", "truncated or no file of CIFAR-10's Python version"),
         (pickle.dumps([1, 2]), "TypeError"),
         (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8)}), "KeyError: b'labels'"),
-        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}), r"data uint8(2, 3072) and labels int64(1,)"),
+        (
+            pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}),
+            r"data uint8(2, 3072) and labels int64(1,)",
+        ),
         (pickle.dumps({b"data": np.zeros((1, 3072)), b"labels": [1]}), "data float64(1, 3072)"),
         (pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}), "labels of 10 … 10"),
         (pickle.dumps({b"data": np.zeros((0, 3072), np.uint8), b"labels": np.zeros(0, int)}), "has no pictures"),
@@ -107,7 +110,9 @@ def test_truncated_python_file_is_named(tmp_path):
 
 
 def test_missing_files_and_folders_are_named(tmp_path):
-    assert "is not a folder; give the one with the files of CIFAR-10, from https://" in error_of(read_folder, tmp_path / "no")
+    assert "is not a folder; give the one with the files of CIFAR-10, from https://" in error_of(
+        read_folder, tmp_path / "no"
+    )
     assert f"{tmp_path} holds no file of CIFAR-10" in error_of(read_folder, tmp_path)
     write_binary(tmp_path, 1)
     for part in ("data_batch_2", "test_batch"):
@@ -117,7 +122,9 @@ def test_missing_files_and_folders_are_named(tmp_path):
 
 def test_without_data_keras_copy_is_used(monkeypatch):
     images, labels = digit_pictures(3)
-    monkeypatch.setattr(keras.datasets.cifar10, "load_data", lambda: ((images, labels[:, None]), (images[:1], labels[:1, None])))
+    monkeypatch.setattr(
+        keras.datasets.cifar10, "load_data", lambda: ((images, labels[:, None]), (images[:1], labels[:1, None]))
+    )
     (x, y), (x_test, _) = from_keras()
     assert (x.shape, y.shape, y.dtype, len(x_test)) == ((3, 32, 32, 3), (3,), np.int32, 1)
 
@@ -212,7 +219,18 @@ def test_evaluation_is_in_order_and_always_the_same(pictures):
 def test_the_network_is_the_tutorials(folder):
     model = cifar10.build_model(str(folder), average=0)
     shapes = [tuple(v.shape) for v in model.trainable_variables]
-    assert shapes == [(5, 5, 3, 64), (64,), (5, 5, 64, 64), (64,), (2304, 384), (384,), (384, 192), (192,), (192, 10), (10,)]
+    assert shapes == [
+        (5, 5, 3, 64),
+        (64,),
+        (5, 5, 64, 64),
+        (64,),
+        (2304, 384),
+        (384,),
+        (384, 192),
+        (192,),
+        (192, 10),
+        (10,),
+    ]
     assert [float(v.numpy().flat[0]) for v in model.trainable_variables[1::2]] == pytest.approx([0, 0.1, 0.1, 0.1, 0])
     weights = [v.numpy().astype("float64") for v in model.trainable_variables]
     expected = sum(0.004 * tf.nn.l2_loss(weights[i]).numpy() for i in (4, 6))
@@ -264,9 +282,11 @@ def fit_with_average(model):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_average_on_towers_is_that_of_one_device(count):
-    plain, trainer = check(small_averaged, fit_with_average, count)
+    _, trainer = check(small_averaged, fit_with_average, count)
     average = trainer.model.optimizer.variables[-1].numpy()
-    np.testing.assert_array_equal(trainer.model.trainable_variables[-1].numpy(), average)  # fit ends with it, as Keras' does
+    np.testing.assert_array_equal(
+        trainer.model.trainable_variables[-1].numpy(), average
+    )  # fit ends with it, as Keras' does
 
 
 def test_the_average_is_what_is_validated():
@@ -307,7 +327,9 @@ def test_the_job_trains_on_two_towers(run, folder, tmp_path):
 
 
 def test_wrong_files_end_it_before_anything_is_written(run, folder, tmp_path):
-    code, _, err = run("train", "cifar10", "--devices", "cpu:2", "--set", f"data={tmp_path}", "--run-dir", tmp_path / "run")
+    code, _, err = run(
+        "train", "cifar10", "--devices", "cpu:2", "--set", f"data={tmp_path}", "--run-dir", tmp_path / "run"
+    )
     assert code == 2
     assert err.count("\n") == 1
     assert f"{tmp_path} holds no file of CIFAR-10" in err

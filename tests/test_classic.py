@@ -4,14 +4,14 @@ Even shards only: a mean of means is the mean of the batch only there. What the 
 ones is multitower's other tests.
 """
 
-import classic_towers
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracle import BOUND, assert_close, assert_copies_equal, devices
 
+import classic_towers
 import multitower
+from oracle import BOUND, assert_close, assert_copies_equal, devices
 
 STEPS = 10
 ROWS = 4  # of each tower
@@ -37,7 +37,9 @@ def sparse_model():
 
 
 def dense_batches(rng, rows):
-    return [(rng.standard_normal((rows, 5), np.float32), rng.standard_normal((rows, 3), np.float32)) for _ in range(STEPS)]
+    return [
+        (rng.standard_normal((rows, 5), np.float32), rng.standard_normal((rows, 3), np.float32)) for _ in range(STEPS)
+    ]
 
 
 def sparse_batches(rng, rows):
@@ -68,7 +70,9 @@ def train_both(kind, optimizer, towers, average=tf.reduce_mean, **options):
 
 
 @pytest.mark.parametrize("towers", [1, 2, 3])
-@pytest.mark.parametrize(("kind", "optimizer"), [("dense", "sgd"), ("dense", "momentum"), ("dense", "adam"), ("sparse", "sgd")])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("dense", "sgd"), ("dense", "momentum"), ("dense", "adam"), ("sparse", "sgd")]
+)
 def test_shared_placement_is_the_classic_recipe(kind, optimizer, towers):
     weights, trainer = train_both(kind, optimizer, towers, placement="shared")
     assert_close(trainer.model.get_weights(), weights, BOUND)

@@ -10,6 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+
 from oracle import BOUND, assert_close
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text()

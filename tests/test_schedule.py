@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import check
 
 from multitower.errors import ScheduleError
 from multitower.schedule import (
@@ -20,6 +19,7 @@ from multitower.schedule import (
     warm_up,
 )
 from multitower.upstream import learning_rate_of
+from oracle import check
 
 RATES = st.floats(1e-5, 10.0)
 COUNTS = st.integers(1, 100_000)
@@ -208,4 +208,6 @@ def test_a_staircase_is_a_schedule_of_keras():
 def test_towers_follow_a_schedule_as_one_device_does(count):
     x = np.random.default_rng(0).normal(size=(10, 3))
     rate = warm_up(staircase(0.2, 0.5, 1, 10, 4), 1, 10, 4)
-    check(lambda: model_with(rate), lambda m: m.fit(x, x[:, :1], batch_size=4, epochs=3, shuffle=False, verbose=0), count)
+    check(
+        lambda: model_with(rate), lambda m: m.fit(x, x[:, :1], batch_size=4, epochs=3, shuffle=False, verbose=0), count
+    )

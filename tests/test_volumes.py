@@ -197,7 +197,9 @@ def test_phantoms_too_few_or_small():
 def test_the_model_starts_at_the_mean_and_decays_by_epochs():
     model = volumes.build_model(size=8, phantoms=50, batch_size=7, lr=0.01, decay=0.5, decay_epochs=2)
     rate = multitower.upstream.learning_rate_of(model.optimizer)
-    assert [float(rate(step)) for step in (0, 11, 12, 24)] == pytest.approx([0.01, 0.01, 0.005, 0.0025])  # 40 rows: 6 steps
+    assert [float(rate(step)) for step in (0, 11, 12, 24)] == pytest.approx(
+        [0.01, 0.01, 0.005, 0.0025]
+    )  # 40 rows: 6 steps
     assert model.layers[-1].offset == pytest.approx(50, abs=8)
     assert [type(layer).__name__ for layer in model.layers].count("Conv3D") == 3
 
@@ -224,7 +226,7 @@ def test_towers_train_it_as_one_device_does(run):
 
 @pytest.mark.slow
 def test_it_learns_what_the_phantoms_show():
-    """Better than the mean, which is 15 off, on phantoms that were held out; control: without the pictures it is not."""
+    """Better than the mean, which is 15 off, on phantoms held out; control: without the pictures it is not."""
     keras.utils.set_random_seed(0)
     options = {"size": 12, "phantoms": 200}
     train, held_out = volumes.load_data(**options)

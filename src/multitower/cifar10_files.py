@@ -106,7 +106,12 @@ def read_python(file: Path) -> Pictures:
             f"{file} is truncated or no file of CIFAR-10's Python version ({type(error).__name__}: {told}); get it "
             f"from {WHERE}"
         ) from error
-    if data.dtype != np.uint8 or data.shape != (len(labels), _BYTES) or labels.ndim != 1 or labels.dtype.kind not in "iu":
+    if (
+        data.dtype != np.uint8
+        or data.shape != (len(labels), _BYTES)
+        or labels.ndim != 1
+        or labels.dtype.kind not in "iu"
+    ):
         raise JobError(
             f"{file} holds data {data.dtype}{data.shape} and labels {labels.dtype}{labels.shape}; expected uint8 "
             f"(rows, {_BYTES}) and whole numbers (rows,)"
@@ -114,19 +119,20 @@ def read_python(file: Path) -> Pictures:
     return _pictures(file, data, labels)
 
 
+_ARRAY_PARTS = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+}
+
+
 class _ArraysOnly(pickle.Unpickler):
     """Refuses whatever is not part of a NumPy array: unpickling can run any code."""
 
-    _ALLOWED = {
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("_codecs", "encode"),
-    }
-
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if (module_name, global_name) not in self._ALLOWED:
+        if (module_name, global_name) not in _ARRAY_PARTS:
             raise pickle.UnpicklingError(f"{module_name}.{global_name} has no place in a file of CIFAR-10")
         return super().find_class(module_name.replace("numpy.core", "numpy._core"), global_name)
 

@@ -108,11 +108,14 @@ def load_job(name_or_path: str) -> Job:
             f"job {path} has no function {' and no '.join(missing)}; a job defines build_model(**params) "
             "-> compiled keras.Model and load_data(**params) -> (train, validation)"
         )
-    given: dict[str, Any] = {"make_callbacks": getattr(module, "make_callbacks", None), **_batch_size(module)}
-    if not callable(given["make_callbacks"] or list):
-        raise JobError(f"job {path}: make_callbacks = {given['make_callbacks']!r}; expected a function")
+    callbacks = getattr(module, "make_callbacks", None)
+    if callbacks is not None and not callable(callbacks):
+        raise JobError(f"job {path}: make_callbacks = {callbacks!r}; expected a function")
+    given: dict[str, Any] = {"make_callbacks": callbacks, **_batch_size(module)}
     epochs = _count(module, "EPOCHS")
-    return Job(path.stem, path, module.build_model, module.load_data, **given, **({"epochs": epochs} if epochs else {}))
+    if epochs:
+        given["epochs"] = epochs
+    return Job(path.stem, path, module.build_model, module.load_data, **given)
 
 
 def _batch_size(module: ModuleType) -> dict[str, Any]:
@@ -228,7 +231,9 @@ def make_callbacks(job: Job, params: Mapping[str, Any]) -> "list[keras.callbacks
 
     made = _call(job, job.make_callbacks, params) if job.make_callbacks else []
     if not isinstance(made, list | tuple) or not all(isinstance(c, keras.callbacks.Callback) for c in made):
-        raise JobError(f"job {job.name}: make_callbacks returned {_kind(made)}; expected a list of keras.callbacks.Callback")
+        raise JobError(
+            f"job {job.name}: make_callbacks returned {_kind(made)}; expected a list of keras.callbacks.Callback"
+        )
     return list(made)
 
 

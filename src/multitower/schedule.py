@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 import keras
-from keras import ops
+import tensorflow as tf
 
 from .errors import ScheduleError
 from .upstream import learning_rate_of
@@ -153,12 +153,12 @@ def scale_learning_rate(optimizer: keras.Optimizer, factor: float) -> None:
         >>> round(float(optimizer.learning_rate), 4)
         0.4
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
     rate = learning_rate_of(inner)
     if isinstance(rate, Schedule):
         inner.learning_rate = _scaled(rate, factor)
     elif isinstance(rate, keras.Variable):
-        inner.learning_rate = float(ops.convert_to_numpy(rate)) * factor
+        inner.learning_rate = float(rate.numpy()) * factor
     else:
         raise ScheduleError(
             f"the learning rate of {type(inner).__name__} is {type(rate).__name__}; only a number or a Keras "
@@ -199,7 +199,7 @@ class _Wrapper(Schedule):
 
     def _inner(self, step: Any) -> Any:
         rate = self.rate(step) if isinstance(self.rate, Schedule) else self.rate
-        return ops.cast(rate, "float32")
+        return tf.cast(rate, tf.float32)
 
     def get_config(self) -> dict[str, Any]:
         return {"rate": keras.saving.serialize_keras_object(self.rate)}
@@ -224,7 +224,7 @@ class WarmUp(_Wrapper):
         self.steps, self.start = steps, start
 
     def __call__(self, step: Any) -> Any:
-        done = ops.minimum(1.0, ops.cast(step + 1, "float32") / self.steps)
+        done = tf.minimum(1.0, tf.cast(step + 1, tf.float32) / self.steps)
         return self._inner(step) * (self.start + (1 - self.start) * done)
 
     def get_config(self) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def run(
     keras.utils.set_random_seed(seed)
     used = with_batch_size(loaded, given, len(names), batch_size)
     train, validation = load_data(loaded, used, batch_size)
-    batch_size = batch_size or used.get("batch_size", loaded.batch_size)
+    batch_size = int(used.get("batch_size", loaded.batch_size))
     factor = scaling_factor(scale_lr, batch_size, loaded.batch_size)
     trainer = Trainer(_make_scaled(loaded, used, factor), devices=names)
     callbacks = make_callbacks(loaded, used)

@@ -62,11 +62,15 @@ def read_folder(folder: Path, in_memory: bool) -> Volumes:
 
 def _table_in(folder: Path) -> Path:
     if not folder.is_dir():
-        raise JobError(f"data={str(folder)!r} is not a folder; give one with a CSV ({','.join(_COLUMNS)}) and NIfTI files")
+        raise JobError(
+            f"data={str(folder)!r} is not a folder; give one with a CSV ({','.join(_COLUMNS)}) and NIfTI files"
+        )
     tables = sorted(folder.glob("*.csv"))
     if len(tables) != 1:
         found = ", ".join(table.name for table in tables) or "none"
-        raise JobError(f"{folder} holds as CSV files: {found}; expected exactly one, with the columns {','.join(_COLUMNS)}")
+        raise JobError(
+            f"{folder} holds as CSV files: {found}; expected exactly one, with the columns {','.join(_COLUMNS)}"
+        )
     return tables[0]
 
 

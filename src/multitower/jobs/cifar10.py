@@ -12,6 +12,7 @@ tutorial models/image/cifar10.
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -56,7 +57,7 @@ def build_model(
         keras.utils.set_random_seed(seed)
     rows = examples if examples is not None else len(_read(data)[0][1])
     model = _network(weight_decay)
-    rate = staircase(lr, decay, decay_epochs, rows, batch_size)
+    rate: Any = staircase(lr, decay, decay_epochs, rows, batch_size)
     optimizer = keras.optimizers.SGD(rate, use_ema=average > 0, ema_momentum=average or 0.99)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
@@ -75,12 +76,12 @@ def _network(weight_decay: float) -> keras.Model:
     return keras.Model(inputs, _dense(10, 1 / 192, 0.0)(x), name="cifar10")
 
 
-def _normal(stddev: float) -> keras.Initializer:
+def _normal(stddev: float) -> Any:
     return keras.initializers.TruncatedNormal(stddev=stddev)
 
 
 def _conv(bias: float) -> keras.Layer:
-    start = keras.initializers.Constant(bias)
+    start: Any = keras.initializers.Constant(bias)
     return keras.layers.Conv2D(
         64, 5, padding="same", activation="relu", kernel_initializer=_normal(0.05), bias_initializer=start
     )
@@ -91,7 +92,7 @@ def _pool() -> keras.Layer:
 
 
 def _dense(units: int, stddev: float, bias: float, **options) -> keras.Layer:
-    start = keras.initializers.Constant(bias)
+    start: Any = keras.initializers.Constant(bias)
     return keras.layers.Dense(units, kernel_initializer=_normal(stddev), bias_initializer=start, **options)
 
 
@@ -108,8 +109,8 @@ def local_response_normalisation(x):
     """
     numbers = np.arange(x.shape[-1])
     near = np.abs(numbers[:, None] - numbers) <= _REACH
-    total = ops.matmul(ops.square(x), near.astype("float32"))  # on a CPU faster than tf.nn.lrn
-    root = ops.rsqrt(1.0 + (0.001 / 9) * total)  # ^-0.5
+    total: Any = ops.matmul(ops.square(x), near.astype("float32"))  # on a CPU faster than tf.nn.lrn
+    root: Any = ops.rsqrt(1.0 + (0.001 / 9) * total)  # ^-0.5
     return x * (root * ops.sqrt(root))
 
 
@@ -151,7 +152,8 @@ class _YoungAverage(keras.callbacks.Callback):
         self._momentum = momentum
 
     def on_train_begin(self, logs=None):
-        steps = (self.params.get("steps") or 0) * self.params["epochs"]
+        params = self.params or {}
+        steps = (params.get("steps") or 0) * params.get("epochs", 0)
         left = self._momentum**steps
         if steps and left > 0.05:
             print(

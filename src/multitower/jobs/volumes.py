@@ -10,6 +10,7 @@ are NIfTI files and a CSV in `--set data=DIR` (`volume_files`); without it phant
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -54,7 +55,7 @@ def build_model(
     if seed is not None:
         keras.utils.set_random_seed(seed)
     model = _network(volumes.shape, width, dropout, volumes.target[rows])
-    rate = staircase(lr, decay, decay_epochs, len(rows), batch_size)
+    rate: Any = staircase(lr, decay, decay_epochs, len(rows), batch_size)
     model.compile(keras.optimizers.Adam(rate), loss="mse", metrics=["mae"])
     return model
 
@@ -70,7 +71,9 @@ def _network(shape: tuple[int, int, int], width: int, dropout: float, targets: n
     x = layers.Concatenate()([layers.GlobalAveragePooling3D()(x), sex])
     x = layers.Dropout(dropout)(layers.Dense(8 * width, activation="relu")(x))
     scale, offset = float(targets.std()) or 1.0, float(targets.mean())
-    return keras.Model({"volume": volume, "sex": sex}, layers.Rescaling(scale, offset)(layers.Dense(1)(x)), name="volumes")
+    return keras.Model(
+        {"volume": volume, "sex": sex}, layers.Rescaling(scale, offset)(layers.Dense(1)(x)), name="volumes"
+    )
 
 
 def load_data(
@@ -98,7 +101,9 @@ def load_data(
         print(f"volumes: no data=DIR is given; these are {phantoms} synthetic phantoms, target = 100 · cavity / head")
     train, held_out = _split(volumes, seed)
     order = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train), seed, reshuffle_each_iteration=True)
-    return _batches(volumes, order, batch_size), _batches(volumes, tf.data.Dataset.from_tensor_slices(held_out), batch_size)
+    return _batches(volumes, order, batch_size), _batches(
+        volumes, tf.data.Dataset.from_tensor_slices(held_out), batch_size
+    )
 
 
 def _batches(volumes: Volumes, order: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
@@ -145,7 +150,9 @@ def make_phantoms(count: int, size: int, seed: int = 0) -> Volumes:
     sex = (np.arange(count) % 2).astype(np.float32)
     heads = size * (0.36 + 0.06 * sex + rng.uniform(-0.02, 0.02, count))
     shares = rng.uniform(0.2, 0.8, count)
-    pictures = [standardised(_phantom(size, head, share * head, rng)) for head, share in zip(heads, shares, strict=True)]
+    pictures = [
+        standardised(_phantom(size, head, share * head, rng)) for head, share in zip(heads, shares, strict=True)
+    ]
     return Volumes((size, size, size), (100 * shares).astype(np.float32), sex, pictures.__getitem__)
 
 
