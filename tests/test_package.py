@@ -19,18 +19,9 @@ MODULES = sorted(str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".") fo
 
 # A module imports modules of layers below its own, or of its own that stand before it.
 LAYERS = [
-    [
-        "errors",
-        "upstream",
-        "device",
-        "parameters",
-        "throughput",
-        "schedule",
-        "cifar10_files",
-        "pictures",
-        "volume_files",
-    ],
-    ["tower", "collectives", "moments"],
+    ["errors", "upstream", "device", "parameters", "throughput"],
+    ["schedule", "cifar10_files", "pictures", "volume_files"],
+    ["tower", "nested", "wiring", "collectives", "moments"],
     ["exchange", "reduce", "norm"],
     ["placement", "batches", "hooks", "parts"],
     ["towers"],

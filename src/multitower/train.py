@@ -129,14 +129,13 @@ def run(
     keras.utils.set_random_seed(seed)
     used = with_batch_size(loaded, given, len(names), batch_size)
     train, validation = load_data(loaded, used, batch_size)
-    batch_size = int(used.get("batch_size", loaded.batch_size))
+    batch_size = rows if isinstance(rows := used.get("batch_size"), int) else loaded.batch_size
     factor = scaling_factor(scale_lr, batch_size, loaded.batch_size)
     trainer = Trainer(_make_scaled(loaded, used, factor), devices=names)
     callbacks = make_callbacks(loaded, used)
     model, logs = directory / "model.keras", directory / "logs"
     _make(logs)
     with _in_run_dir(directory):
-        batch_size = batch_size or loaded.batch_size
         epochs = epochs or loaded.epochs
         speed, trained = _fit(trainer, train, validation, batch_size, epochs, logs / "history.csv", callbacks)
         metrics = {

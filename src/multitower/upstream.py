@@ -5,6 +5,7 @@ Each function says which name it rests on and why there is no public one.
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 
 def keras_mask(x):
@@ -65,6 +66,21 @@ def learning_rate_of(optimizer):
     The public `learning_rate` is the number a schedule gives for the next step, not the schedule.
     """
     return optimizer._learning_rate
+
+
+def register_function(function):
+    """Make a FunctionDef callable by its name (`context.add_function_def`): public API has only traced functions."""
+    context.context().add_function_def(function)
+
+
+def function_definition(name):
+    """The FunctionDef of a function that a graph calls by name (`context.get_function_def`)."""
+    return context.context().get_function_def(name)
+
+
+def forget_function(name):
+    """Undo `register_function` (`context.remove_function`)."""
+    context.context().remove_function(name)
 
 
 def restore_method_name():
