@@ -280,9 +280,9 @@ def fit_with_average(model):
     return model.fit(*data, batch_size=4, epochs=3, shuffle=False, verbose=0, validation_data=data, callbacks=callbacks)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_average_on_towers_is_that_of_one_device(count):
-    _, trainer = check(small_averaged, fit_with_average, count)
+@pytest.mark.parametrize(("count", "placement"), [(1, "auto"), (3, "replicated"), (3, "shared")])
+def test_the_average_on_towers_is_that_of_one_device(count, placement):
+    _, trainer = check(small_averaged, fit_with_average, count, placement=placement)
     average = trainer.model.optimizer.variables[-1].numpy()
     np.testing.assert_array_equal(
         trainer.model.trainable_variables[-1].numpy(), average

@@ -204,10 +204,15 @@ def test_a_staircase_is_a_schedule_of_keras():
     assert type(staircase(0.1, 0.5, 1, 8, 4)).__module__.startswith("keras.")
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_towers_follow_a_schedule_as_one_device_does(count):
+def train_with_schedule(model):
     x = np.random.default_rng(0).normal(size=(10, 3))
-    rate = warm_up(staircase(0.2, 0.5, 1, 10, 4), 1, 10, 4)
-    check(
-        lambda: model_with(rate), lambda m: m.fit(x, x[:, :1], batch_size=4, epochs=3, shuffle=False, verbose=0), count
-    )
+    return model.fit(x, x[:, :1], batch_size=4, epochs=3, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("name", ["warm-up", "piecewise", "cosine", "a user's"])
+def test_towers_follow_a_schedule_as_one_device_does(name):
+    check(lambda: model_with(ALL[name]), train_with_schedule, 3)
+
+
+def test_one_tower_follows_a_schedule_as_plain_keras_does():
+    check(lambda: model_with(ALL["warm-up"]), train_with_schedule, 1)
