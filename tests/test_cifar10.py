@@ -197,11 +197,16 @@ def test_every_epoch_has_every_picture_in_another_order_distorted_anew(pictures)
 
 def test_the_same_seed_gives_the_same_epochs_with_any_batch(pictures):
     """So that a run goes on exactly on another N; passing over an epoch costs no more than iter()."""
-    small, large, other = (distorted_batches(*pictures, b, 24, seed) for b, seed in ((7, 3), (50, 3), (7, 4)))
+    small, large, other_copy, other = (
+        distorted_batches(*pictures, b, 24, seed) for b, seed in ((7, 3), (50, 3), (9, 3), (7, 4))
+    )
     first, second = epoch(small), epoch(small)
     iter(large)
     for got, expected in zip(epoch(large), second, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
+    inside = tf.data.Dataset.range(1).flat_map(lambda _: other_copy)
+    iter(other_copy)
+    np.testing.assert_array_equal(epoch(inside)[1], second[1])
     assert not np.array_equal(first[1], second[1])
     assert not np.array_equal(epoch(other)[1], first[1])
 

@@ -25,7 +25,7 @@ LAYERS = [
     ["exchange", "reduce", "norm"],
     ["placement", "batches", "hooks", "parts"],
     ["towers"],
-    ["trainer"],
+    ["ahead", "trainer"],
     ["jobs.__init__", "jobs.digits", "jobs.cifar10", "jobs.volumes", "job", "train"],
     [
         f"verification.{m}"
