@@ -345,8 +345,8 @@ def test_wrong_files_end_it_before_anything_is_written(run, folder, tmp_path):
 def test_towers_train_it_as_one_device_does(run, folder):
     code, out, err = run("verify", "cifar10", "--devices", "cpu:2", "--batch-size", 9, "--set", f"data={folder}")
     assert (code, err) == (0, "")
-    assert "conv2d_bias_average" in out
     assert "yes, up to rounding" in out
+
 
 @pytest.mark.slow
 def test_it_learns(folder):
