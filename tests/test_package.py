@@ -20,12 +20,13 @@ MODULES = sorted(str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".") fo
 # A module imports modules of layers below its own, or of its own that stand before it.
 LAYERS = [
     ["errors", "upstream", "device", "parameters", "throughput"],
+    ["schedule", "cifar10_files", "pictures", "volume_files"],
     ["tower", "nested", "wiring", "collectives", "moments"],
     ["exchange", "reduce", "norm"],
     ["placement", "batches", "hooks", "parts"],
     ["towers"],
     ["ahead", "trainer"],
-    ["jobs.__init__", "jobs.digits", "job", "train"],
+    ["jobs.__init__", "jobs.digits", "jobs.cifar10", "jobs.volumes", "job", "train"],
     [
         f"verification.{m}"
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
@@ -87,6 +88,11 @@ def test_every_exported_name_exists_and_is_documented():
         _ = mt.replicates
 
 
+def test_public_modules_are_loaded_by_their_names():
+    assert mt.__getattr__("schedule").staircase is mt.schedule.staircase
+    assert "schedule" in dir(mt)
+
+
 def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     for module in MODULES:
         importlib.import_module(f"multitower.{module}".removesuffix(".__init__"))
@@ -94,7 +100,7 @@ def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     assert callable(mt.devices)
 
 
-@pytest.mark.parametrize("module", ["towers", "trainer", "norm", "reduce", "verification.verifier"])
+@pytest.mark.parametrize("module", ["towers", "trainer", "norm", "reduce", "schedule", "verification.verifier"])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"multitower.{module}"))
     assert result.attempted

@@ -95,15 +95,22 @@ _seed = click.option(
 @_batch_size
 @_settings
 @click.option("--run-dir", metavar="DIR", help="New or empty directory to write to; by default runs/JOB-DATE-TIME.")
+@click.option(
+    "--scale-lr",
+    type=click.Choice(["none", "linear", "sqrt"]),
+    default="none",
+    show_default=True,
+    help="How the learning rate follows the global batch: times B/B₀ or its root, B₀ being the job's own rows.",
+)
 @_seed
 @_json
 @_debug
-def train(job, devices, epochs, batch_size, settings, run_dir, seed, as_json) -> None:
+def train(job, devices, epochs, batch_size, settings, run_dir, scale_lr, seed, as_json) -> None:
     """Train JOB on towers, report, and save the model.
 
     JOB is a built-in job (digits, the default) or a Python file with build_model(**params), which returns a compiled
     keras.Model, and load_data(**params), which returns (train, validation): tf.data.Datasets of batches or tuples of
-    arrays (x, y).
+    arrays (x, y); make_callbacks(**params), which returns Keras callbacks, may be there too.
 
     In the report of --json, accuracy and loss are those of the validation data; metrics has all of both.
     """
@@ -115,7 +122,7 @@ def train(job, devices, epochs, batch_size, settings, run_dir, seed, as_json) ->
     start_tensorflow()
     from .train import run
 
-    report = run(job, devices, epochs, batch_size, params, run_dir, seed)
+    report = run(job, devices, epochs, batch_size, params, run_dir, seed, scale_lr)
     _print_table("multitower train", _train_rows(report))
     if as_json:
         click.echo(report.as_json())
@@ -130,6 +137,7 @@ def _train_rows(report: Any) -> list[tuple[str, str]]:
         ("devices", ", ".join(report.devices)),
         ("towers", str(report.towers)),
         ("rows per tower", f"{' + '.join(map(str, report.rows_per_tower))} of a batch of {report.batch_size}"),
+        ("learning rate", f"that of the job × {report.lr_factor:.4g} (--scale-lr {report.scale_lr})"),
         ("seconds", f"{report.seconds:.1f} in all; epochs: {report.epochs}"),
         ("model", report.model),
         ("logs", report.logs),
