@@ -21,11 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.eager import context as eager  # to forge GPUs: tf.config keeps no state of its own
 
+from multitower.device_spec import Count, parse
 from multitower.errors import DeviceError
 
 # `multitower.device` is the module, `multitower.devices` the function
 mod = importlib.import_module("multitower.device")
-devices, parse, Count = mod.devices, mod.parse, mod.Count
+devices = mod.devices
 
 CPUS = [f"CPU:{i}" for i in range(8)]
 Logical = tf.config.LogicalDeviceConfiguration
