@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import trials as trials
     from .device import devices
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
@@ -48,6 +49,8 @@ __all__ = [
 
 def __getattr__(name):
     """Load a public name when it is first used: `multitower --help` must not wait for TensorFlow."""
+    if name == "trials":  # a package; it does not need TensorFlow
+        return importlib.import_module(".trials", __name__)
     if name not in _EXPORTS:
         raise AttributeError(f"module 'multitower' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)

@@ -33,6 +33,7 @@ def parse_params(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def literal(text: str) -> Any:
+    """The value of a Python literal; any other text is its own value."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
