@@ -31,6 +31,23 @@ LAYERS = [
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
+    [
+        f"trials.{m}"
+        for m in (
+            "guard",
+            "space",
+            "early",
+            "readout",
+            "snapshot",
+            "store",
+            "gpus",
+            "lease",
+            "slots",
+            "process",
+            "study",
+        )
+    ],
+    [f"trials.{m}" for m in ("machine", "ray_cluster", "runner", "results", "picture", "live", "search", "__init__")],
     ["start", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
@@ -94,7 +111,7 @@ def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     assert callable(mt.devices)
 
 
-@pytest.mark.parametrize("module", ["towers", "trainer", "norm", "reduce", "verification.verifier"])
+@pytest.mark.parametrize("module", ["towers", "trainer", "norm", "reduce", "verification.verifier", "trials"])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"multitower.{module}"))
     assert result.attempted
@@ -129,4 +146,5 @@ def test_the_file_tree_in_the_readme_is_complete():
     tree = (ROOT / "README.md").read_text().split("src/multitower/")[-1]
     listed = set(re.findall(r"^  (\w+)\.py ", tree, re.MULTILINE))
     assert "  verification/ " in tree
+    assert "  trials/ " in tree
     assert listed == {m for m in MODULES if "." not in m and m != "__init__"}

@@ -47,7 +47,7 @@ def main():
     ended = time.time()
     end_everything(process)
     result = {"exit_code": process.returncode, "ended_by": ended_by, "began": began, "ended": ended}
-    write(folder / "result.json", result)
+    write(folder / "result.json", {**result, "environment": seen(order["record"])})
 
 
 def start(order, folder):
@@ -65,6 +65,12 @@ def start(order, folder):
     pids = {"guard": [os.getpid(), start_time(os.getpid())], "command": [process.pid, start_time(process.pid)]}
     write(folder / "process.json", pids)
     return process
+
+
+def seen(names):
+    """What the command found in its environment, as it was inherited from here, and its cores."""
+    cores = {"cores": sorted(os.sched_getaffinity(0))} if hasattr(os, "sched_getaffinity") else {}
+    return {**{name: os.environ[name] for name in names if name in os.environ}, **cores}
 
 
 def waker():

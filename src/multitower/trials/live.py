@@ -50,10 +50,10 @@ class Lines(Silent):
         self._write(note)
 
     def tick(self, trials: list[Trial], running: list[Running], notes: list[str]) -> None:
-        if not running and notes != self._notes:
-            for note in notes:
+        for note in notes:
+            if note not in self._notes:
                 self._write(f"waiting: {note}")
-            self._notes = notes
+        self._notes = notes
 
 
 class LiveTable(Silent):
@@ -79,7 +79,7 @@ class LiveTable(Silent):
 
         counts = Counter(trial.status for trial in trials)
         caption = ", ".join(f"{count} {status}" for status, count in counts.items())
-        notes = [f"waiting: {note}" for note in notes] if not running else []
+        notes = [f"waiting: {note}" for note in notes]
         table = Table("trial", "setting", "status", "device", "progress", self._metric, "seconds", title_justify="left")
         table.caption = escape("\n".join([caption, *notes]))
         for trial in self._ended:

@@ -9,7 +9,7 @@ from typing import Protocol
 from ..device_spec import Spec
 from .lease import Leases
 from .process import Attempt, LocalAttempt, Order
-from .slots import RECORDED, Device, check_free, find_devices, foreign_users, memory_for_one_more
+from .slots import Device, check_free, find_devices, foreign_users, memory_for_one_more
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,6 @@ class Machine:
     def close(self) -> None:
         self._leases.release()
         self._held.clear()
-
-
-def recorded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of a trial's environment that says which device it sees."""
-    return {name: environment[name] for name in (*RECORDED, *_own(environment)) if name in environment}
-
-
-def _own(environment: Mapping[str, str]) -> list[str]:
-    return [name for name in environment if name.startswith("MULTITOWER_")]
 
 
 def holder_text(directory: Path) -> str:

@@ -33,6 +33,7 @@ class Order:
         cores: the CPU cores it may use; empty for those of the runner.
         report: file below the attempt's folder that is the result of a job; None for a command.
         metric: name in the line of JSON that is the result of a command; None where none was asked for.
+        record: names of the environment whose values are written down with the result.
     """
 
     command: list[str]
@@ -40,12 +41,17 @@ class Order:
     cores: list[int]
     report: str | None
     metric: str | None
+    record: tuple[str, ...] = ()
     stop_seconds: float = _STOP_SECONDS
     finish_seconds: float = _FINISH_SECONDS
 
 
 class Attempt(Protocol):
     """A running attempt, on this machine or on another one; what it writes appears in its folder."""
+
+    def begun(self) -> bool:
+        """Whether it runs, rather than waits for a place on a cluster."""
+        ...
 
     def ended(self) -> bool:
         """Whether it has ended; its folder is complete then."""
@@ -77,6 +83,9 @@ class LocalAttempt:
                 start_new_session=True,  # Ctrl-C in a terminal is for the runner alone
                 pass_fds=locks,
             )
+
+    def begun(self) -> bool:
+        return True
 
     def ended(self) -> bool:
         if self._guard.poll() is None:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import readout, store
-from .machine import Place, Slot, recorded
+from .machine import Place, Slot
 from .process import Attempt, Order, end_left_over, read_result
+from .slots import RECORDED
 from .store import Outcome, Store, Trial
 from .study import Study, environment
 
@@ -164,9 +165,9 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         base = environment(os.environ, trial, folder, self._study.job)
         seen = self._place.environment(slot, base)
-        self._store.begin(trial, slot.device, str(name), recorded(seen))
+        self._store.begin(trial, slot.device, str(name))
         command = self._study.process_command(trial, slot.device, self._directory, folder)
-        order = Order(command, self._study.cwd, [], self._study.report, self._study.metric)
+        order = Order(command, self._study.cwd, [], self._study.report, self._study.metric, RECORDED)
         attempt = self._place.start(slot, folder, order, seen)
         now = time.monotonic()
         running = Running(trial, slot, folder, attempt, now, grew=now)
@@ -179,6 +180,8 @@ class Runner:
     def _look_at(self, running: Running) -> None:
         """Note progress; end a trial that makes none, or that others have left behind."""
         now, growth = time.monotonic(), readout.growth(running.folder)
+        if not running.attempt.begun():
+            running.grew = now
         if growth != running.growth:
             running.growth, running.grew = growth, now
             self._note_steps(running)

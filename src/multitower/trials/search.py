@@ -150,9 +150,11 @@ def _interrupted(runner: Runner) -> int:
 def _place(how: How, directory: Path) -> Place:
     if how.ray is None:
         return Machine(how.devices, how.per_device, how.share, holder_text(directory))
-    from .ray_cluster import Cluster
-
-    return Cluster(how.ray, how.devices, how.per_device)
+    try:
+        from .ray_cluster import Cluster
+    except ImportError as error:
+        raise JobError(f"--ray {how.ray}: Ray is missing ({error}); pip install 'multitower[ray]'") from error
+    return Cluster(how.ray, how.devices, how.per_device, directory)
 
 
 def _directory(asked: Asked, run_dir: str | Path | None, resume: bool) -> tuple[Path, bool]:

@@ -16,9 +16,9 @@ from . import gpus
 from .gpus import Card
 
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-# What is recorded of a child's environment
-RECORDED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH", *_THREADS)
-PER_DEVICE_SHARES = "TF_FORCE_GPU_ALLOW_GROWTH"
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+# What is recorded of the environment of a trial's process
+RECORDED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", _GROWTH, *_THREADS)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Device:
     def environment(self, base: Mapping[str, str], per_device: int = 1) -> dict[str, str]:
         """The environment of a process that is to see this device alone; the user's own thread counts stay."""
         if self.card:
-            shares = {PER_DEVICE_SHARES: "true"} if per_device > 1 else {}
+            shares = {_GROWTH: "true"} if per_device > 1 else {}
             return {**shares, **base, "CUDA_VISIBLE_DEVICES": self.card.token}
         threads = dict.fromkeys(_THREADS, str(max(1, len(self.cores) // per_device)))
         return {**threads, **base, "CUDA_VISIBLE_DEVICES": "-1"}

@@ -38,7 +38,7 @@ CREATE TABLE trials (
 );
 CREATE TABLE attempts (
     trial INTEGER NOT NULL, attempt INTEGER NOT NULL, status TEXT NOT NULL, device TEXT NOT NULL, logs TEXT NOT NULL,
-    environment TEXT NOT NULL, began REAL, ended REAL, exit_code INTEGER, reason TEXT, PRIMARY KEY (trial, attempt)
+    environment TEXT, began REAL, ended REAL, exit_code INTEGER, reason TEXT, PRIMARY KEY (trial, attempt)
 );
 CREATE TABLE steps (trial INTEGER NOT NULL, step INTEGER NOT NULL, metric REAL, PRIMARY KEY (trial, step));
 """
@@ -136,38 +136,45 @@ class Store:
         found = [dict(zip(names, row, strict=True)) for row in rows]
         return [Trial(**{**row, "params": _params(row["params"]), "alone": bool(row["alone"])}) for row in found]
 
-    def begin(self, trial: Trial, device: str, logs: str, environment: Mapping[str, str]) -> int:
-        """A trial is about to be started; the number of the attempt, from 1."""
+    def begin(self, trial: Trial, device: str, logs: str) -> None:
+        """The next attempt of a trial is about to be started."""
         attempt = trial.attempts + 1
-        row = (trial.number, attempt, RUNNING, device, logs, json.dumps(dict(environment)))
         with self._transaction():
             self._db.execute(
                 "UPDATE trials SET status = ?, device = ?, logs = ?, attempts = ?, reason = NULL WHERE number = ?",
                 (RUNNING, device, logs, attempt, trial.number),
             )
             self._db.execute(
-                "INSERT INTO attempts (trial, attempt, status, device, logs, environment) VALUES (?, ?, ?, ?, ?, ?)",
-                row,
+                "INSERT INTO attempts (trial, attempt, status, device, logs) VALUES (?, ?, ?, ?, ?)",
+                (trial.number, attempt, RUNNING, device, logs),
             )
             self._db.execute("DELETE FROM steps WHERE trial = ?", (trial.number,))
-        return attempt
 
     def end(self, number: int, outcome: Outcome) -> None:
         """The latest attempt of a trial has ended."""
         result = outcome.result or {}
-        began, ended = result.get("began"), result.get("ended")
+        began, ended, code, device = (result.get(name) for name in ("began", "ended", "exit_code", "device"))
+        seen = json.dumps(result.get("environment"))
         seconds = ended - began if began and ended else None
-        status = WAITING if outcome.again else outcome.status
         with self._transaction():
             self._db.execute(
-                "UPDATE attempts SET status = ?, began = ?, ended = ?, exit_code = ?, reason = ? "
-                "WHERE trial = ? AND attempt = (SELECT attempts FROM trials WHERE number = ?)",
-                (outcome.status, began, ended, result.get("exit_code"), outcome.reason, number, number),
+                "UPDATE attempts SET status = ?, began = ?, ended = ?, exit_code = ?, reason = ?, environment = ?, "
+                "device = coalesce(?, device) "
+                "WHERE trial = ? AND attempt = (SELECT max(attempt) FROM attempts WHERE trial = ?)",
+                (outcome.status, began, ended, code, outcome.reason, seen, device, number, number),
             )
             self._db.execute(
-                "UPDATE trials SET status = ?, metric = ?, seconds = ?, reason = ?, alone = max(alone, ?) "
-                "WHERE number = ?",
-                (status, outcome.metric, seconds, outcome.reason, outcome.alone, number),
+                "UPDATE trials SET status = ?, metric = ?, seconds = ?, reason = ?, alone = max(alone, ?), "
+                "device = coalesce(?, device) WHERE number = ?",
+                (
+                    WAITING if outcome.again else outcome.status,
+                    outcome.metric,
+                    seconds,
+                    outcome.reason,
+                    outcome.alone,
+                    device,
+                    number,
+                ),
             )
 
     def add_steps(self, number: int, first: int, metrics: Sequence[float]) -> None:
