@@ -159,6 +159,8 @@ def _place(how: How, directory: Path) -> Place:
 
 def _directory(asked: Asked, run_dir: str | Path | None, resume: bool) -> tuple[Path, bool]:
     """The study's directory, and whether the study is new."""
+    if not resume and not asked.named:
+        raise JobError("there is nothing to run; give a job, or a command, or --resume with --run-dir")
     if not resume:
         name = Path(asked.job or (asked.command or ["study"])[0]).stem
         return study.free_directory(run_dir, name), True

@@ -25,6 +25,7 @@ from .readout import REPORT
 from .store import Trial
 
 DATABASE = "study.db"
+_PACKAGES = Path(__file__).resolve().parents[2]  # where multitower is imported from
 _LARGER = ("acc", "auc", "f1", "precision", "recall", "iou", "dice", "r2", "examples_per_second", "score", "reward")
 _SMALLER = ("loss", "err", "mae", "mse", "rmse", "mape", "msle", "deviance", "perplexity", "crossentropy", "seconds")
 
@@ -79,6 +80,7 @@ class Study:
         kind = "gpu:0" if device.startswith("GPU") else "cpu:1"  # the process sees one device alone
         command = [
             sys.executable,
+            "-P",  # modules are those of the snapshot, not of the working directory
             "-m",
             "multitower.cli",
             "train",
@@ -192,10 +194,10 @@ def check_same(study: Study, settings: Sequence[Mapping[str, Any]], repeat: int,
 
 
 def environment(base: Mapping[str, str], trial: Trial, folder: Path, job: str | None) -> dict[str, str]:
-    """What every trial's process finds in its environment, beside what its device adds."""
+    """What every trial's process finds in its environment, beside what its device adds; a job's finds multitower."""
     paths = [os.path.abspath(path) for path in base.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if job and Path(job).suffix == ".py":
-        paths.append(str(Path(job).resolve().parent))  # for what a job imports from there while it runs
+    if job and _PACKAGES.name not in ("site-packages", "dist-packages"):  # those are found without, and last
+        paths.append(str(_PACKAGES))
     own = {
         "PYTHONUNBUFFERED": "1",  # progress is seen when it is printed
         "MULTITOWER_TRIAL": str(trial.number),
