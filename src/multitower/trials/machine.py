@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from ..device_spec import Spec
+from ..errors import DeviceError
 from .lease import Leases
 from .process import Attempt, LocalAttempt, Order
-from .slots import Device, check_free, find_devices, foreign_users, memory_for_one_more
+from .slots import Device, find_devices, foreign_users, memory_for_one_more
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,6 @@ class Machine:
             DeviceError: there are no such devices, or all are in use.
         """
         devices = find_devices(spec)
-        if not share:
-            check_free(devices, spec)
         self._devices = {device.name: device for device in devices}
         names = [device.name for _ in range(per_device) for device in devices]
         self.slots = [Slot(i, name, self._devices[name].memory) for i, name in enumerate(names)]
@@ -79,6 +78,20 @@ class Machine:
         self._per_device, self._share = per_device, share
         self._leases = Leases(holder)
         self._held: set[str] = set()
+        if not share:
+            self._check_free(spec)
+
+    def _check_free(self, spec: Spec) -> None:
+        """Refuse where others than runners, which end some time, use all devices."""
+        users = {}
+        for device in self._devices.values():
+            if self._leases.take(device.keys) is None:
+                users[device.name] = foreign_users(device)
+            self._leases.release()
+        if len(users) == len(self._devices) and all(users.values()):
+            told = "; ".join(f"{name} by {who}" for name, who in users.items())
+            fix = "wait, give others, or give --share to run beside them"
+            raise DeviceError(f"devices={spec!r}: all are in use ({told}); {fix}")
 
     def obstacle(self, slot: Slot, running: int) -> str | None:
         device = self._devices[slot.device]

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ _LOGS = ("stdout.log", "stderr.log", HISTORY)  # they only grow
 _CHUNK_BYTES = 1 << 24
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 30.0
+_KNOCK_SECONDS = 10.0
 
 
 class Host:
@@ -207,6 +209,7 @@ class Cluster:
         """
         self._directory = directory.resolve()
         self.lock: int | None = None
+        _knock(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -242,6 +245,17 @@ class Cluster:
 
     def close(self) -> None:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Refuse an address where nobody listens: ray.init would try it for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return  # "auto", "local" or a name that ray.init looks up
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise DeviceError(f"--ray {address}: no Ray cluster there ({error}); start one with `ray start`") from error
 
 
 def _resources(spec: Spec, there: Mapping[str, float]) -> tuple[str, int]:

@@ -104,6 +104,8 @@ def search(asked: Asked, how: How, run_dir: str | Path | None, resume: bool, wat
     """
     directory, new = _directory(asked, run_dir, resume)
     described = (asked.study(), asked.settings()) if asked.named else None
+    if described and asked.count and len(described[1]) < asked.count:
+        watch.told(f"there are only {len(described[1])} different settings, not {asked.count}")
     with closing(_place(how, directory)) as place:  # devices that do not exist are told before anything is written
         directory.mkdir(parents=True, exist_ok=True)
         lock = _lock(directory)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..device_spec import Spec, parse, spec_error
-from ..errors import DeviceError
 from . import gpus
 from .gpus import Card
 
@@ -126,17 +125,3 @@ def memory_for_one_more(device: Device, running: int) -> bool:
     """Whether a GPU has room for another trial of the size of those that run on it."""
     use = gpus.use(device.card) if device.card and running else None
     return use is None or use.free_bytes >= use.used_bytes / running
-
-
-def check_free(devices: list[Device], spec: Spec) -> None:
-    """Refuse where all devices are used by others.
-
-    Raises:
-        DeviceError: with who uses them.
-    """
-    users = {device.name: foreign_users(device) for device in devices}
-    if all(users.values()):
-        told = "; ".join(f"{name} by {who}" for name, who in users.items())
-        raise DeviceError(
-            f"devices={spec!r}: all are in use ({told}); wait, give others, or give --share to run beside them"
-        )

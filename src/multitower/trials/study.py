@@ -25,6 +25,8 @@ from .readout import REPORT
 from .store import Trial
 
 DATABASE = "study.db"
+# -P: modules of a job are those of the snapshot, not of the working directory
+_TRAIN = (sys.executable, "-P", "-m", "multitower.cli", "train")
 _PACKAGES = Path(__file__).resolve().parents[2]  # where multitower is imported from
 _LARGER = ("acc", "auc", "f1", "precision", "recall", "iou", "dice", "r2", "examples_per_second", "score", "reward")
 _SMALLER = ("loss", "err", "mae", "mse", "rmse", "mape", "msle", "deviance", "perplexity", "crossentropy", "seconds")
@@ -77,25 +79,17 @@ class Study:
         if self.command:
             values = {"seed": trial.seed, "trial": trial.number, "device": device, "dir": folder, **trial.params}
             return [fill(part, values) for part in self.command]
-        kind = "gpu:0" if device.startswith("GPU") else "cpu:1"  # the process sees one device alone
-        command = [
-            sys.executable,
-            "-P",  # modules are those of the snapshot, not of the working directory
-            "-m",
-            "multitower.cli",
-            "train",
-            self._job_file(directory),
-            "--devices",
-            kind,
-            "--json",
-        ]
-        command += ["--seed", str(trial.seed), "--run-dir", str(folder / "run")]
-        command += ["--epochs", str(self.epochs)] if self.epochs else []
-        command += ["--batch-size", str(self.batch_size)] if self.batch_size else []
+        return [*_TRAIN, self._job_file(directory), *self._options(trial, device), "--run-dir", str(folder / "run")]
+
+    def _options(self, trial: Trial, device: str) -> list[str]:
+        options = ["--devices", "gpu:0" if "GPU" in device else "cpu:1"]  # its process sees this one alone
+        options += ["--seed", str(trial.seed), "--json"]
+        options += ["--epochs", str(self.epochs)] if self.epochs else []
+        options += ["--batch-size", str(self.batch_size)] if self.batch_size else []
         for name, value in trial.params.items():
             plain = isinstance(value, str) and literal(value) == value
-            command += ["--set", f"{name}={value if plain else repr(value)}"]
-        return command
+            options += ["--set", f"{name}={value if plain else repr(value)}"]
+        return options
 
     def _job_file(self, directory: Path) -> str:
         job = str(self.job)
