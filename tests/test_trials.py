@@ -216,6 +216,14 @@ def test_resuming_with_other_arguments_is_refused(search, tmp_path):
         trials.run(resume=True)
 
 
+def test_the_program_in_the_document_runs(capsys):
+    from test_package import python_blocks
+
+    (block,) = python_blocks("docs/trials.md")
+    exec(block, {})
+    assert capsys.readouterr().out.startswith("{'x': 2} runs/trials-python")
+
+
 def test_events_are_told_a_line_each(search):
     told = []
     search("time.sleep(0.1); sys.exit(3)", {"x": [1]}, watch=Lines(told.append))
