@@ -11,7 +11,7 @@ import pytest
 from trial_programs import ENVIRONMENT, alive, marks, program, started
 
 pytestmark = pytest.mark.slow
-RAY = ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(16)}  # as ~/.ray/auth_token on the machines of a cluster
+RAY = ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}  # as all of a cluster have
 
 # A process of its own: the runtime's threads and warnings are not those of the tests
 CLUSTER = """
