@@ -3,8 +3,11 @@
 Each function says which name it rests on and why there is no public one.
 """
 
+from typing import Any
+
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 
 def keras_mask(x):
@@ -57,6 +60,25 @@ class BatchNormWithMoments(keras.layers.BatchNormalization):
 def made_by_compile(model):
     """An object that every `model.compile` makes anew (`_loss_tracker`): Keras has no public mark of a compilation."""
     return model._loss_tracker
+
+
+def _eager() -> Any:
+    return context.context()
+
+
+def register_function(function):
+    """Make a FunctionDef callable by its name (`context.add_function_def`): public API has only traced functions."""
+    _eager().add_function_def(function)
+
+
+def function_definition(name):
+    """The FunctionDef of a function that a graph calls by name (`context.get_function_def`)."""
+    return _eager().get_function_def(name)
+
+
+def forget_function(name):
+    """Undo `register_function` (`context.remove_function`)."""
+    _eager().remove_function(name)
 
 
 def restore_method_name():
