@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.eager import context as eager  # to forge GPUs: tf.config keeps no state of its own
 
-from multitower.device_spec import Count, parse
+from multitower.device_spec import FORMS, Count, parse
 from multitower.errors import DeviceError
 
 # `multitower.device` is the module, `multitower.devices` the function
@@ -70,9 +70,6 @@ no_gpu = pytest.mark.skipif(HAS_GPU, reason="asks for what a machine without GPU
 )
 def test_parse(spec, wish):
     assert parse(spec) == wish
-
-
-FORMS = mod._FORMS
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from .errors import DeviceError
 
 _NAME = re.compile(r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([cg]pu):([0-9]{1,9})", re.IGNORECASE)
-_FORMS = 'None, "all", a number, "gpu", "gpu:0,2", "cpu", "cpu:4" or a list of names such as ["GPU:0", "GPU:1"]'
+FORMS = 'None, "all", a number, "gpu", "gpu:0,2", "cpu", "cpu:4" or a list of names such as ["GPU:0", "GPU:1"]'
 
 
 class Named(Protocol):
@@ -54,7 +54,7 @@ def parse(spec: Spec) -> Count | tuple[str, ...]:
         return _distinct([short_name(item, spec) for item in spec], spec)
     if isinstance(spec, Integral) and not isinstance(spec, bool):  # numpy's integers too; True is a mistake, not 1
         return _number(int(spec), spec)
-    raise spec_error(spec, _FORMS, "give one of these")
+    raise spec_error(spec, FORMS, "give one of these")
 
 
 def _parse_text(text: str) -> Count | tuple[str, ...]:
@@ -70,7 +70,7 @@ def _parse_text(text: str) -> Count | tuple[str, ...]:
         return _gpu_names(rest, text)
     if kind.startswith("/"):
         return (short_name(text, text),)
-    raise spec_error(text, _FORMS, _suggestion(text.lower()))
+    raise spec_error(text, FORMS, _suggestion(text.lower()))
 
 
 def _cpu_count(rest: str, text: str) -> Amount:
