@@ -19,7 +19,7 @@ MODULES = sorted(str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".") fo
 
 # A module imports modules of layers below its own, or of its own that stand before it.
 LAYERS = [
-    ["errors", "upstream", "device", "parameters", "throughput"],
+    ["errors", "upstream", "device_spec", "device", "parameters", "throughput"],
     ["schedule", "cifar10_files", "pictures", "volume_files"],
     ["tower", "nested", "wiring", "collectives", "moments"],
     ["exchange", "reduce", "norm"],
@@ -32,6 +32,23 @@ LAYERS = [
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
+    [
+        f"trials.{m}"
+        for m in (
+            "guard",
+            "space",
+            "early",
+            "readout",
+            "snapshot",
+            "store",
+            "gpus",
+            "lease",
+            "slots",
+            "process",
+            "study",
+        )
+    ],
+    [f"trials.{m}" for m in ("machine", "ray_cluster", "runner", "results", "picture", "live", "search", "__init__")],
     ["start", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
@@ -100,7 +117,9 @@ def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     assert callable(mt.devices)
 
 
-@pytest.mark.parametrize("module", ["towers", "trainer", "norm", "reduce", "schedule", "verification.verifier"])
+@pytest.mark.parametrize(
+    "module", ["towers", "trainer", "norm", "reduce", "schedule", "verification.verifier", "trials"]
+)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"multitower.{module}"))
     assert result.attempted
@@ -135,4 +154,5 @@ def test_the_file_tree_in_the_readme_is_complete():
     tree = (ROOT / "README.md").read_text().split("src/multitower/")[-1]
     listed = set(re.findall(r"^  (\w+)\.py ", tree, re.MULTILINE))
     assert "  verification/ " in tree
+    assert "  trials/ " in tree
     assert listed == {m for m in MODULES if "." not in m and m != "__init__"}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import schedule as schedule
+    from . import trials as trials
     from .device import devices
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("schedule",)  # public as modules: multitower.schedule.staircase
+_MODULES = ("schedule", "trials")  # public as modules: multitower.schedule.staircase
 
 
 def __getattr__(name):
