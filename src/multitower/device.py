@@ -356,3 +356,29 @@ def _version(distribution: str) -> str | None:
 def load_drivers() -> None:
     """Have TensorFlow look for the devices of the machine. Its runtime does not start: the CPU can still be split."""
     tf.config.list_physical_devices()
+
+
+# Optimisations of TensorFlow's graphs that are off unless asked for: to say so is another configuration that does the
+# same.
+_OFF_ANYWAY = ("debug_stripper", "scoped_allocator_optimization")
+
+
+@contextmanager
+def functions_instantiated_anew() -> Iterator[None]:
+    """While this is open, tf.functions run as instances of their own, made when they are first called.
+
+    TensorFlow shows the graphs of a function only while it instantiates it, and keeps instances by configuration. The
+    instances from before are used again afterwards: nothing is made twice.
+    """
+    asked = tf.config.optimizer.get_experimental_options()
+    option = next(name for name in (*_OFF_ANYWAY, "") if name not in asked)
+    if not option:
+        raise DeviceError(
+            f"the graph options {', '.join(_OFF_ANYWAY)} are all set (tf.config.optimizer.set_experimental_options); "
+            "expected one of them not to be set: leave one out to see what a step runs"
+        )
+    tf.config.optimizer.set_experimental_options({option: False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({option: None})

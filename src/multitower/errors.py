@@ -5,6 +5,7 @@
     ├── ModelError    (ValueError)    a model that cannot be trained on towers as it is
     ├── BatchError    (ValueError)    a batch that cannot be split over towers
     ├── JobError      (ValueError)    a job, its parameters or its run directory
+    ├── TraceError    (RuntimeError)  a step that cannot be traced
     └── TowerError    (RuntimeError)  a step that failed inside a tower
 
 Each message says what was received, what was expected and how to fix it, on one line. Errors of Keras and
@@ -30,6 +31,10 @@ class BatchError(MultitowerError, ValueError):
 
 class JobError(MultitowerError, ValueError):
     """A job file, a job parameter or a run directory is unusable."""
+
+
+class TraceError(MultitowerError, RuntimeError):
+    """A step cannot be traced (it runs no graph, something else is profiling, …)."""
 
 
 class TowerError(MultitowerError, RuntimeError):

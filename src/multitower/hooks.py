@@ -171,7 +171,9 @@ def _build_state(original, args, kwargs):
 
 
 def _apply(tower, original, optimizer, grads, *args, **kwargs):
-    return original(sum_gradients(grads), *args, **kwargs)
+    summed = sum_gradients(grads)
+    with tf.name_scope("multitower_update"):
+        return original(summed, *args, **kwargs)
 
 
 def _scale_loss(tower, original, optimizer, loss):

@@ -288,7 +288,7 @@ class TowerStep:
         """
         batch = (args, kwargs or {})
         program = self.program(*batch)
-        with tf.device(_HOST):
+        with tf.device(_HOST), tf.name_scope("multitower_input"):
             rows, shards = batches.split(batch, len(self.devices))
             parts = zip(batches.components(batch), program.reads_whole, strict=True)
             whole = [part if is_read else _no_rows(part) for part, is_read in parts]
