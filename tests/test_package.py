@@ -31,6 +31,9 @@ LAYERS = [
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
+    [f"timeline.{m}" for m in ("intervals", "graph", "categories", "pairs", "recording", "profile")],
+    [f"timeline.{m}" for m in ("breakdown", "critical", "advice", "lanes", "chrome", "picture", "page")],
+    [f"timeline.{m}" for m in ("report", "tracing", "__init__", "job")],
     ["start", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
@@ -94,7 +97,10 @@ def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     assert callable(mt.devices)
 
 
-@pytest.mark.parametrize("module", ["towers", "trainer", "norm", "reduce", "verification.verifier"])
+DOCUMENTED = ["towers", "trainer", "norm", "reduce", "verification.verifier", "timeline.tracing", "timeline.intervals"]
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"multitower.{module}"))
     assert result.attempted
@@ -128,5 +134,5 @@ def test_examples_run(example, tmp_path):
 def test_the_file_tree_in_the_readme_is_complete():
     tree = (ROOT / "README.md").read_text().split("src/multitower/")[-1]
     listed = set(re.findall(r"^  (\w+)\.py ", tree, re.MULTILINE))
-    assert "  verification/ " in tree
+    assert all(f"  {package}/ " in tree for package in ("verification", "timeline"))
     assert listed == {m for m in MODULES if "." not in m and m != "__init__"}

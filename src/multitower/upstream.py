@@ -4,6 +4,7 @@ Each function says which name it rests on and why there is no public one.
 """
 
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -73,7 +74,7 @@ def collect_graphs():
 
     The public way, RunOptions(output_partition_graphs=True), is that of tf.compat.v1 sessions.
     """
-    context.context().enable_graph_collection()
+    _runtime().enable_graph_collection()
 
 
 def collected_graphs():
@@ -83,10 +84,14 @@ def collected_graphs():
         For each function instantiated, for each device it runs on, a GraphDef of the operations that device runs.
     """
     try:
-        metadata = context.context().export_run_metadata()
+        metadata = _runtime().export_run_metadata()
     finally:
-        context.context().disable_graph_collection()
+        _runtime().disable_graph_collection()
     return [list(function.partition_graphs) for function in metadata.function_graphs]
+
+
+def _runtime() -> Any:
+    return context.context()
 
 
 def read_profile(path):
@@ -94,7 +99,8 @@ def read_profile(path):
 
     The public readers are those of the TensorBoard plugin, which has no API.
     """
-    space = xplane_pb2.XSpace()
+    messages: Any = xplane_pb2  # its classes are made when it is imported
+    space = messages.XSpace()
     space.ParseFromString(Path(path).read_bytes())
     return space
 

@@ -27,7 +27,9 @@ def advise(shares: list[Share], path: list[Stretch], operations: list[Operation]
 def _busy(percent: float, path: list[Stretch]) -> str:
     work = [(where, time) for where, time in by_category(path).items() if where[0] != HOST]
     most = f", most of it {NAMES[work[0][0][0]]} on {work[0][0][1]}" if work else ""
-    return f"The devices compute {percent:.0f} % of the step{most}: faster or more devices would pay, nothing else would."
+    return (
+        f"The devices compute {percent:.0f} % of the step{most}: faster or more devices would pay, nothing else would."
+    )
 
 
 def _input(percent: float, *_) -> str:
@@ -41,9 +43,10 @@ def _waiting(percent: float, shares: list[Share], path: list[Stretch], operation
     device, time = slowest_tower(shares)
     if device is None:
         return (
-            f"Devices wait for one another {percent:.0f} % of the time, not in collectives: move the work that only one "
-            "of them does into the towers."
+            f"Devices wait for one another {percent:.0f} % of the time, not in collectives: move the work that only "
+            "one of them does into the towers."
         )
+    percent = 100 * time / shares[0].step_seconds
     name, more = _excess(device, operations)
     why = f", where {name} takes {1000 * more:.1f} ms a step longer than elsewhere" if more > 0.1 * time else ""
     return (

@@ -9,9 +9,9 @@ backward operations is backward, everything else is forward.
 
 from collections.abc import Mapping
 
-from .graph import Graph, Node, reachable, users
+from .graph import Graph, Node, flow, reachable
 
-CATEGORIES = ("input", "copy", "forward", "backward", "reduce", "batch_norm", "update")
+CATEGORIES: tuple[str, ...] = ("input", "copy", "forward", "backward", "reduce", "batch_norm", "update")
 NAMES = {
     "input": "input",
     "copy": "copies",
@@ -49,16 +49,18 @@ def waits_for_input(op: str) -> bool:
 
 def categories_of(graph: Graph) -> dict[str, str]:
     """The category of each node."""
-    forwards, backwards = users(graph), {node.name: node.inputs for node in graph.values()}
-    told = {node.name: _told(node) for node in graph.values()}
+    sources, targets = flow(graph)
+    told: dict[str, str | None] = {node.name: _told(node) for node in graph.values()}
     gradients = [name for name, category in told.items() if category == "backward"]
-    after_backward = reachable(gradients, forwards)
-    before_backward = reachable(gradients, backwards)
-    update = _update_scopes(graph, after_backward - before_backward)
-    told |= {n.name: "update" for n in graph.values() if _top(n) in update and told[n.name] is None}
+    after_backward = reachable(gradients, targets)
+    before_backward = reachable(gradients, sources)
+    changing = [graph[name] for name in after_backward - before_backward if _assigns(graph[name].op)]
+    scopes = _outermost_scopes(changing)
+    update = [*changing, *(node for node in graph.values() if _outermost(node) in scopes)]
+    told |= {node.name: "update" for node in update if told[node.name] is None}
     sums = [n for n, category in told.items() if category == "reduce" and n in after_backward - before_backward]
     changes = [name for name, category in told.items() if category == "update"]
-    after_sums = reachable([*sums, *changes], forwards)
+    after_sums = reachable([*sums, *changes], targets)
 
     def category(name: str) -> str:
         if name in after_sums - before_backward:
@@ -89,14 +91,13 @@ def is_backward_scope(parts: list[str]) -> bool:
     return any(p.startswith("gradient_tape") or p == "gradients" or p.endswith("_grad") for p in parts[:-1])
 
 
-def _top(node: Node) -> tuple[str, str]:
+def _outermost(node: Node) -> tuple[str, str]:
     return node.call, node.scope.partition("/")[0] if "/" in node.scope else ""
 
 
-def _update_scopes(graph: Graph, after_backward: set[str]) -> set[tuple[str, str]]:
-    """Outermost scopes, an optimizer's name, in which variables are changed by what gradients were made of."""
-    assigning = [n for n in graph.values() if n.name in after_backward and _assigns(n.op)]
-    return {_top(n) for n in assigning if _top(n)[1] and not is_backward_scope(n.scope.split("/"))}
+def _outermost_scopes(nodes: list[Node]) -> set[tuple[str, str]]:
+    """Of operations that change variables by gradients: the name of the optimizer."""
+    return {_outermost(n) for n in nodes if _outermost(n)[1] and not is_backward_scope(n.scope.split("/"))}
 
 
 def _assigns(op: str) -> bool:
@@ -105,7 +106,7 @@ def _assigns(op: str) -> bool:
 
 def count_by_category(names: list[str], categories: Mapping[str, str]) -> dict[str, int]:
     """How many of `names` are of each category."""
-    counts = dict.fromkeys(CATEGORIES, 0)
+    counts: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for name in names:
         counts[categories[name]] += 1
     return counts

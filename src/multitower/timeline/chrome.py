@@ -22,7 +22,9 @@ Event = dict[str, Any]
 _HOST = 0  # process number of the host; devices follow
 
 
-def chrome_events(graph: Graph, operations: list[Operation], steps: list[Step], labels: Mapping[str, str]) -> list[Event]:
+def chrome_events(
+    graph: Graph, operations: list[Operation], steps: list[Step], labels: Mapping[str, str]
+) -> list[Event]:
     """The events of a trace.
 
     Args:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .breakdown import is_compute
 from .categories import NAMES, is_copy
 from .graph import Graph
+from .intervals import difference, intersection, union
 from .profile import HOST, Operation, Step
 
 
@@ -36,19 +37,23 @@ class Stretch:
 def critical_path(graph: Graph, operations: list[Operation], step: Step) -> list[Stretch]:
     """Stretches of one step in order of time; together they are as long as the step."""
     own = [o for o in operations if o.step == step.number and o.start_seconds < step.end_seconds]
-    chain = _chain(graph, own) if own else []
     pieces, moment = [], step.start_seconds
-    for operation in chain:
+    for operation in _chain(graph, own) if own else []:
         start = max(operation.start_seconds, moment)
-        if start > moment:
-            pieces.append(Stretch(HOST, HOST, start - moment, ""))
         end = min(max(operation.end_seconds, start), step.end_seconds)
+        pieces += _between(moment, start, step)
         if end > start:
             pieces.append(Stretch(operation.device, operation.category, end - start, operation.name))
         moment = max(moment, end)
-    if step.end_seconds > moment:
-        pieces.append(Stretch(HOST, HOST, step.end_seconds - moment, ""))
-    return pieces
+    return [*pieces, *_between(moment, step.end_seconds, step)]
+
+
+def _between(start: float, end: float, step: Step) -> list[Stretch]:
+    """What the host did between two operations: it waited for the next batch, or did something else."""
+    gap = [(start, end)] if end > start else []
+    waits = intersection(gap, union(step.input_waits))
+    parts = [*((*span, "input") for span in waits), *((*span, HOST) for span in difference(gap, waits))]
+    return [Stretch(HOST, category, b - a, "") for a, b, category in sorted(parts)]
 
 
 def _chain(graph: Graph, operations: list[Operation]) -> list[Operation]:

@@ -23,6 +23,7 @@ class Node:
         op: its type, "MatMul".
         device: "CPU:1".
         inputs: names of the nodes it waits for, data and control; a _Recv waits for its _Send.
+        values: those of the inputs whose values it uses.
         call: the beginning of its name that is the call of its tower; "" outside towers.
         scope: its name without that.
         integers: whether it works on whole numbers: shapes and counts, which TensorFlow keeps on the host for GPUs.
@@ -32,6 +33,7 @@ class Node:
     op: str
     device: str
     inputs: tuple[str, ...]
+    values: tuple[str, ...]
     call: str
     scope: str
     integers: bool
@@ -87,14 +89,16 @@ def read_function(graphs: Iterable[Any]) -> Graph:
 
 
 def _node(definition: Any, senders: Mapping[bytes, str]) -> Node:
-    inputs = [name.removeprefix("^").partition(":")[0] for name in definition.input]
+    values = [name.partition(":")[0] for name in definition.input if not name.startswith("^")]
     if definition.op in ("_Recv", "_HostRecv"):
-        inputs += [senders[key] for key in [definition.attr["tensor_name"].s] if key in senders]
+        values += [senders[key] for key in [definition.attr["tensor_name"].s] if key in senders]
+    inputs = values + [name[1:] for name in definition.input if name.startswith("^")]
     match = _TOWER.search(definition.name)
     call = definition.name[: match.end()] if match else ""
     scope = definition.name[len(call) :].removeprefix("/")
     device = short_device(definition.device)
-    return Node(definition.name, definition.op, device, tuple(inputs), call, scope, _on_integers(definition))
+    integers = _on_integers(definition)
+    return Node(definition.name, definition.op, device, tuple(inputs), tuple(values), call, scope, integers)
 
 
 def _on_integers(definition: Any) -> bool:
@@ -110,14 +114,19 @@ def without_call(name: str) -> str:
     return name[match.end() + 1 :] if match else name
 
 
-def users(graph: Graph) -> dict[str, list[str]]:
-    """For each node the nodes that wait for it."""
-    found: dict[str, list[str]] = {name: [] for name in graph}
-    for node in graph.values():
-        for name in node.inputs:
-            if name in found:
-                found[name].append(node.name)
-    return found
+def flow(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Where values come from and go to: for each node the nodes it uses the values of, and those that use its own.
+
+    Constants and whole numbers are left out: TensorFlow merges equal ones, whatever they were made for.
+    """
+    real = {n.name for n in graph.values() if n.op != "Const" and not n.integers}
+    sources: dict[str, list[str]] = {name: [] for name in graph}
+    targets: dict[str, list[str]] = {name: [] for name in graph}
+    for name in real:
+        sources[name] = [source for source in graph[name].values if source in real]
+        for source in sources[name]:
+            targets[source].append(name)
+    return sources, targets
 
 
 def reachable(start: Iterable[str], edges: Mapping[str, Iterable[str]]) -> set[str]:

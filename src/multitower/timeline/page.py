@@ -2,14 +2,11 @@
 
 from collections import defaultdict
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .. import __version__
 from .categories import NAMES
 from .picture import COLOURS, picture
-
-if TYPE_CHECKING:
-    from .report import Timeline
 
 _LONGEST = 15
 
@@ -17,15 +14,16 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1160px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
 table { border-collapse: collapse; font-size: 13px } td, th { padding: .25em .8em; text-align: right }
-th { border-bottom: 2px solid #ccc } td { border-bottom: 1px solid #eee } td:first-child, th:first-child { text-align: left }
+th { border-bottom: 2px solid #ccc } td { border-bottom: 1px solid #eee }
+td:first-child, th:first-child { text-align: left }
 .advice { background: #fff7e0; border-left: 4px solid #f0a30a; padding: .6em 1em } .scroll { overflow-x: auto }
 .key span { display: inline-block; width: .9em; height: .9em; margin: 0 .35em 0 1.2em; vertical-align: -1px }
 svg { width: 100%; height: auto }
 """
 
 
-def page(timeline: "Timeline") -> str:
-    """The whole page."""
+def page(timeline: Any) -> str:
+    """The whole page of a `Timeline`."""
     step = timeline.typical_step
     lanes = picture(timeline.operations, step, timeline.critical_path, _devices_shown(timeline))
     rows = [(name, text) for name, text in timeline.summary() if name != "advice"]
@@ -49,7 +47,7 @@ def page(timeline: "Timeline") -> str:
     return "\n".join(['<!DOCTYPE html>\n<html lang="en">', f"<head>{head}</head>", "<body>", *body, "</body></html>\n"])
 
 
-def _devices_shown(timeline: "Timeline") -> list[str]:
+def _devices_shown(timeline: Any) -> list[str]:
     others = {o.device for o in timeline.operations} - set(timeline.devices)
     return [*timeline.devices, *sorted(others)]
 
@@ -65,7 +63,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return '<div class="scroll"><table>' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
 
 
-def _longest(timeline: "Timeline") -> list[list[str]]:
+def _longest(timeline: Any) -> list[list[str]]:
     time, runs, one = defaultdict(float), defaultdict(int), {}
     for o in timeline.operations:
         key = (o.name, o.device)
@@ -84,7 +82,7 @@ def _longest(timeline: "Timeline") -> list[list[str]]:
     ]
 
 
-def _misplaced(timeline: "Timeline") -> list[str]:
+def _misplaced(timeline: Any) -> list[str]:
     if not timeline.misplaced:
         return []
     rows = [[m.name, m.op, m.device, ", ".join(m.forward_devices)] for m in timeline.misplaced]

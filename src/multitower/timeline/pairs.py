@@ -15,7 +15,17 @@ from dataclasses import dataclass
 
 from .graph import Graph, Node
 
-NOT_WORK = ("Const", "_Arg", "_Retval", "_DeviceRetval", "_DeviceArg", "NoOp", "Identity", "IdentityN", "ReadVariableOp")
+NOT_WORK = (
+    "Const",
+    "_Arg",
+    "_Retval",
+    "_DeviceRetval",
+    "_DeviceArg",
+    "NoOp",
+    "Identity",
+    "IdentityN",
+    "ReadVariableOp",
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def misplaced(graph: Graph, categories: Mapping[str, str]) -> tuple[list[Misplac
         compared += 1
         if node.device not in forward[scope]:
             devices = tuple(device for device, _ in forward[scope].most_common())
-            found.append(Misplaced(node.name, node.op, node.device, "/".join(scope) or "the step", devices))
+            found.append(Misplaced(node.name, node.op, node.device, "/".join(scope).strip("/") or "the step", devices))
     return found, compared
 
 

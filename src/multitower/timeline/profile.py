@@ -114,9 +114,7 @@ def read_operations(space: Any, graph: Graph, categories: dict[str, str]) -> lis
         step = bisect.bisect_right(starts, moment) - 1
         return step if step >= 0 and moment <= called[step].end else None
 
-    runs = {
-        e.told.get("id"): step_at(e.start) for line in host for e in line if e.name == upstream.FUNCTION_RUN
-    }
+    runs = {e.told.get("id"): step_at(e.start) for line in host for e in line if e.name == upstream.FUNCTION_RUN}
     runs = {number: step for number, step in runs.items() if step is not None}
     found = [operation(*run) for run in (*_synchronous(host, graph, runs), *_asynchronous(host, graph, runs))]
     kernels = list(_kernels(space, graph, categories, zero, step_at))
@@ -138,7 +136,9 @@ def _events(plane: Any, line: Any) -> list[_Event]:
     for event in line.events:
         start = begin + event.offset_ps * 1e-12
         told = {plane.stat_metadata[s.metadata_id].name: _value(plane, s) for s in event.stats}
-        events.append(_Event(plane.event_metadata[event.metadata_id].name, start, start + event.duration_ps * 1e-12, told))
+        events.append(
+            _Event(plane.event_metadata[event.metadata_id].name, start, start + event.duration_ps * 1e-12, told)
+        )
     return sorted(events, key=lambda e: (e.start, -e.end))
 
 

@@ -58,8 +58,8 @@ class Timeline:
         operations = read_operations(recording.space, graph, categories_of(graph))
         if not operations:
             raise TraceError(
-                "no operation of the step's graphs was seen to run; expected a tf.function that TensorFlow's own runtime "
-                "runs: compile without XLA (jit_compile=False)"
+                "no operation of the step's graphs was seen to run; expected a tf.function that TensorFlow's own "
+                "runtime runs: compile without XLA (jit_compile=False)"
             )
         return cls(graph, operations, read_steps(recording.space))
 
@@ -113,6 +113,8 @@ class Timeline:
         ]
 
     def _colocated(self) -> str:
+        if not self.compared:
+            return "no backward operation was found"
         if not self.misplaced:
             return f"yes: {self.compared} backward operations run on the device of their forward operation"
         first = self.misplaced[0]

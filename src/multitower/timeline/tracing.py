@@ -60,15 +60,12 @@ def trace(
 def _trace_fit(trainer: Any, batch: Any, steps: int, fit: dict[str, Any]) -> Timeline:
     recorder = _Recorder(0, steps, warm=_WARM_STEPS)
     total = recorder.last + 1
-    if isinstance(batch, tf.data.Dataset):
-        data: dict[str, Any] = {"x": batch.repeat()}
-    elif "batch_size" in fit:
-        data = dict(zip(("x", "y", "sample_weight"), _arguments(batch), strict=False))
+    if "batch_size" in fit:
+        data = dict(zip(("x", "y", "sample_weight"), _arguments(batch), strict=False)) | {"epochs": total}
     else:
-        data = {"x": tf.data.Dataset.from_tensors(_arguments(batch)).repeat()}
-    repeats = isinstance(data["x"], tf.data.Dataset)
-    loop = {"steps_per_epoch": total} if repeats else {"epochs": total}
-    trainer.fit(**{"verbose": 0, **data, **loop, **fit, "callbacks": [*fit.get("callbacks", ()), recorder]})
+        batches = batch if isinstance(batch, tf.data.Dataset) else tf.data.Dataset.from_tensors(_arguments(batch))
+        data = {"x": batches.repeat(), "steps_per_epoch": total, "shuffle": False}
+    trainer.fit(**{"verbose": 0, **data, **fit, "callbacks": [*fit.get("callbacks", ()), recorder]})
     return recorder.result()
 
 
@@ -157,7 +154,8 @@ class _Recorder(keras.callbacks.Callback):
 
     def finished(self, timeline: Timeline) -> None:
         """What to do with the timeline as soon as it is there."""
-        self.model.stop_training = True
+        model: Any = self.model
+        model.stop_training = True
 
     def result(self) -> Timeline:
         """The timeline, after `fit`."""
