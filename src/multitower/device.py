@@ -9,6 +9,7 @@ tf.config.list_logical_devices() would start it, and a started runtime can no lo
 
 import difflib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -358,9 +359,7 @@ def load_drivers() -> None:
     tf.config.list_physical_devices()
 
 
-# Optimisations of TensorFlow's graphs that are off unless asked for: to say so is another configuration that does the
-# same.
-_OFF_ANYWAY = ("debug_stripper", "scoped_allocator_optimization")
+_configurations = itertools.count(1)
 
 
 @contextmanager
@@ -368,17 +367,12 @@ def functions_instantiated_anew() -> Iterator[None]:
     """While this is open, tf.functions run as instances of their own, made when they are first called.
 
     TensorFlow shows the graphs of a function only while it instantiates it, and keeps instances by configuration. The
-    instances from before are used again afterwards: nothing is made twice.
+    instances from before are used again afterwards: nothing is made twice. The configuration that is varied is the
+    number of nodes from which a graph is optimised, where every negative number means: always.
     """
-    asked = tf.config.optimizer.get_experimental_options()
-    option = next(name for name in (*_OFF_ANYWAY, "") if name not in asked)
-    if not option:
-        raise DeviceError(
-            f"the graph options {', '.join(_OFF_ANYWAY)} are all set (tf.config.optimizer.set_experimental_options); "
-            "expected one of them not to be set: leave one out to see what a step runs"
-        )
-    tf.config.optimizer.set_experimental_options({option: False})
+    asked = tf.config.optimizer.get_experimental_options().get("min_graph_nodes")
+    tf.config.optimizer.set_experimental_options({"min_graph_nodes": -next(_configurations)})
     try:
         yield
     finally:
-        tf.config.optimizer.set_experimental_options({option: None})
+        tf.config.optimizer.set_experimental_options({"min_graph_nodes": asked})

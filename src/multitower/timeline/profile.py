@@ -12,6 +12,7 @@ from .graph import Graph, short_device, without_call
 from .recording import INPUT, STEP
 
 HOST = "host"
+_ASYNC = (upstream.ASYNC_START, upstream.ASYNC_DONE)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,26 @@ def read_operations(space: Any, graph: Graph, categories: dict[str, str]) -> lis
     return _with_meetings(sorted([*found, *kernels], key=lambda o: o.start_seconds))
 
 
+def incomplete_steps(space: Any) -> set[int]:
+    """Numbers of the steps in which an operation is known to have started, and not to have ended.
+
+    TensorFlow records an event when it ends; one that was still open when the profiler stopped is lost, with what ran
+    inside it.
+    """
+    steps = read_steps(space)
+    host = list(_host_lines(space))
+    zero = min(e.start for line in host for e in line if e.name == STEP)
+    open_since: dict[tuple, list[float]] = defaultdict(list)
+    for event in sorted((e for line in host for e in line if e.name in _ASYNC), key=lambda e: e.start):
+        key = (event.told.get("name"), event.told.get("step_id"))
+        if event.name == upstream.ASYNC_START:
+            open_since[key].append(event.start - zero)
+        elif open_since[key]:
+            open_since[key].pop(0)
+    moments = [moment for starts in open_since.values() for moment in starts]
+    return {s.number for s in steps if any(s.start_seconds <= m <= s.called_seconds for m in moments)}
+
+
 def _host_lines(space: Any) -> Iterator[list[_Event]]:
     """The events of each thread of the host, by start."""
     for plane in space.planes:
@@ -162,9 +183,8 @@ def _synchronous(host: list[list[_Event]], graph: Graph, runs: dict[Any, int]) -
 
 def _asynchronous(host: list[list[_Event]], graph: Graph, runs: dict[Any, int]) -> Iterator[tuple]:
     """Operations that start on one thread and end on another one: collectives, receives, the next batch."""
-    kinds = (upstream.ASYNC_START, upstream.ASYNC_DONE)
     started = defaultdict(list)
-    for event in sorted((e for line in host for e in line if e.name in kinds), key=lambda e: e.start):
+    for event in sorted((e for line in host for e in line if e.name in _ASYNC), key=lambda e: e.start):
         name, run = event.told.get("name"), event.told.get("step_id")
         if name not in graph or run not in runs:
             continue

@@ -11,6 +11,7 @@ running process.
 
 import itertools
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..errors import TraceError
 STEP = "multitower_step"
 INPUT = "multitower_next_batch"
 
+_LAST_EVENTS_SECONDS = 0.05  # an event is recorded when it ends, in a thread that may end after the step it served
 # Operations and what runs them (2), no Python calls (0), kernels on accelerators (1)
 _OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 1}
 
@@ -77,6 +79,7 @@ class Recording:
     def stop(self) -> None:
         """Timing ends."""
         if self._directory is not None:
+            time.sleep(_LAST_EVENTS_SECONDS)
             tf.profiler.experimental.stop()
             directory, self._directory = self._directory, None
             with directory as path:

@@ -17,7 +17,7 @@ from .critical import Stretch, critical_path, in_one_line
 from .graph import Graph, graph_that_ran, read_graphs
 from .page import page
 from .pairs import NOT_WORK, Misplaced, misplaced
-from .profile import Operation, Step, read_operations, read_steps
+from .profile import Operation, Step, incomplete_steps, read_operations, read_steps
 from .recording import Recording
 
 _FILES = ("trace.json.gz", "report.html", "timeline.json")
@@ -61,7 +61,11 @@ class Timeline:
                 "no operation of the step's graphs was seen to run; expected a tf.function that TensorFlow's own "
                 "runtime runs: compile without XLA (jit_compile=False)"
             )
-        return cls(graph, operations, read_steps(recording.space))
+        steps = read_steps(recording.space)
+        broken = incomplete_steps(recording.space)
+        whole = [step for step in steps if step.number not in broken] or steps
+        numbers = {step.number for step in whole}
+        return cls(graph, [o for o in operations if o.step in numbers], whole)
 
     @cached_property
     def shares(self) -> list[Share]:
