@@ -19,7 +19,9 @@ from .lanes import lanes
 from .profile import Operation, Step
 
 Event = dict[str, Any]
-_HOST = 0  # process number of the host; devices follow
+# Numbers of the host's process and thread; those of the devices follow. None is 0, which Perfetto takes for the idle
+# process, and no two threads have the same.
+_HOST = _STEPS = 1
 
 
 def chrome_events(
@@ -33,12 +35,12 @@ def chrome_events(
         steps: the traced steps.
         labels: what to call each device, its name at the end.
     """
-    events: list[Event] = [*_process(_HOST, "host: Python"), *_thread(_HOST, 0, "steps"), *map(_step, steps)]
+    events: list[Event] = [*_process(_HOST, "host: Python"), *_thread(_HOST, _STEPS, "steps"), *map(_step, steps)]
     events += [_input_wait(wait) for step in steps for wait in step.input_waits]
     places: dict[int, tuple[int, int]] = {}  # id of an operation: process, thread
-    for process, (device, kinds) in enumerate(lanes(operations).items(), 1):
+    numbered = itertools.count(_STEPS + 1)
+    for process, (device, kinds) in enumerate(lanes(operations).items(), _HOST + 1):
         events += _process(process, labels.get(device, device))
-        numbered = itertools.count()
         for kind, of_kind in kinds.items():
             for number, lane in enumerate(of_kind):
                 thread = next(numbered)
@@ -69,8 +71,8 @@ def _place(place: tuple[int, int]) -> Event:
 
 def _process(process: int, name: str) -> list[Event]:
     return [
-        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}},
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
+        {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}},
     ]
 
 
@@ -88,13 +90,13 @@ def _step(step: Step) -> Event:
         "cat": "step",
         "ts": _us(step.start_seconds),
         "dur": _us(step.called_seconds - step.start_seconds),
-        **_place((_HOST, 0)),
+        **_place((_HOST, _STEPS)),
     }
 
 
 def _input_wait(wait: tuple[float, float]) -> Event:
     times = {"ts": _us(wait[0]), "dur": _us(wait[1] - wait[0])}
-    return {"ph": "X", "name": "next batch", "cat": "input", **times, **_place((_HOST, 0))}
+    return {"ph": "X", "name": "next batch", "cat": "input", **times, **_place((_HOST, _STEPS))}
 
 
 def _slice(operation: Operation, process: int, thread: int) -> Event:

@@ -5,12 +5,23 @@ tower's call. TensorFlow cuts the graph by device and joins the parts by pairs o
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _TOWER = re.compile(r"(?:^|/)(?:Stateful)?PartitionedCall(?:_\d+)?(?=/)")
+NOT_WORK = (
+    "Const",
+    "_Arg",
+    "_Retval",
+    "_DeviceRetval",
+    "_DeviceArg",
+    "NoOp",
+    "Identity",
+    "IdentityN",
+    "ReadVariableOp",
+)
 _INTEGERS = {3, 4, 5, 6, 9, 17, 22, 23}  # int32, uint8, int16, int8, int64, uint16, uint32, uint64 of types.proto
 
 
@@ -112,6 +123,20 @@ def without_call(name: str) -> str:
     """The name of an operation without the call of its tower: equal for the same operation of all towers."""
     match = _TOWER.search(name)
     return name[match.end() + 1 :] if match else name
+
+
+def tower_devices(graph: Graph) -> list[str]:
+    """The device of each tower, in tower order: where most of what its call does runs. Empty where there are none."""
+    devices: dict[str, Counter] = defaultdict(Counter)
+    for node in graph.values():
+        if node.call and node.op not in NOT_WORK and not node.integers:
+            devices[node.call][node.device] += 1
+    return list(dict.fromkeys(devices[call].most_common(1)[0][0] for call in sorted(devices, key=in_order)))
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts GPU:2 before GPU:10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def flow(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from .categories import is_collective, is_copy, waits_for_input
 from .profile import Operation
 
+_APART_SECONDS = 5e-9  # readers of traces round to nanoseconds, and drop what then overlaps
 KINDS = ("operations", "collectives", "copies", "input")
 
 
@@ -34,7 +35,7 @@ def _separated(operations: list[Operation]) -> list[list[Operation]]:
     found: list[list[Operation]] = []
     free: list[tuple[float, int]] = []  # (end of its last operation, lane)
     for operation in sorted(operations, key=lambda o: o.start_seconds):
-        if free and free[0][0] <= operation.start_seconds:
+        if free and free[0][0] + _APART_SECONDS <= operation.start_seconds:
             _, lane = heapq.heappop(free)
         else:
             lane = len(found)

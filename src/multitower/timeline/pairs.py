@@ -13,19 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .graph import Graph, Node
-
-NOT_WORK = (
-    "Const",
-    "_Arg",
-    "_Retval",
-    "_DeviceRetval",
-    "_DeviceArg",
-    "NoOp",
-    "Identity",
-    "IdentityN",
-    "ReadVariableOp",
-)
+from .graph import NOT_WORK, Graph, Node
 
 
 @dataclass(frozen=True)

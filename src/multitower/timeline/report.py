@@ -1,7 +1,6 @@
 """Timeline: what was found out about a step, to read, to look at and to save."""
 
 import json
-import re
 import statistics
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -14,9 +13,9 @@ from .breakdown import SHARE_NAMES, SHARES, Share, breakdown, slowest_tower
 from .categories import CATEGORIES, NAMES, categories_of, count_by_category
 from .chrome import chrome_events, write_chrome_trace
 from .critical import Stretch, critical_path, in_one_line
-from .graph import Graph, graph_that_ran, read_graphs
+from .graph import NOT_WORK, Graph, graph_that_ran, in_order, read_graphs, tower_devices
 from .page import page
-from .pairs import NOT_WORK, Misplaced, misplaced
+from .pairs import Misplaced, misplaced
 from .profile import Operation, Step, incomplete_steps, read_operations, read_steps
 from .recording import Recording
 
@@ -33,7 +32,8 @@ class Timeline:
         categories: the category of each.
         operations: every run of an operation in the traced steps, by start.
         steps: the traced steps.
-        devices: where towers ran; where there are no towers, all devices.
+        towers: the device of each tower, in tower order.
+        devices: those of the towers; where there are no towers, all devices.
         misplaced: backward operations that do not run on the device of their forward operation.
         compared: how many backward operations were looked at for that.
     """
@@ -43,9 +43,8 @@ class Timeline:
         self.categories: Mapping[str, str] = categories_of(graph)
         self.operations = operations
         self.steps = steps
-        towers = {node.device for node in graph.values() if node.call}
-        ran = {operation.device for operation in operations}
-        self.devices = sorted((towers & ran) or ran, key=_in_order)
+        self.towers = tower_devices(graph)
+        self.devices = self.towers or sorted({operation.device for operation in operations}, key=in_order)
         self.misplaced: list[Misplaced]
         self.misplaced, self.compared = misplaced(graph, self.categories)
 
@@ -105,7 +104,7 @@ class Timeline:
         for node in self.graph.values():
             if node.op not in NOT_WORK:
                 names.setdefault(node.device, []).append(node.name)
-        return {device: count_by_category(names[device], self.categories) for device in sorted(names, key=_in_order)}
+        return {device: count_by_category(names[device], self.categories) for device in sorted(names, key=in_order)}
 
     def summary(self) -> list[tuple[str, str]]:
         """The most important, as rows of a table of two columns."""
@@ -167,11 +166,8 @@ class Timeline:
 
     def chrome_events(self) -> list[dict[str, Any]]:
         """The events of the Chrome trace."""
-        labels = {d: f"tower {i} on {d}" for i, d in enumerate(self.devices)} if self._has_towers() else {}
+        labels = {device: f"tower {i} on {device}" for i, device in enumerate(self.towers)}
         return chrome_events(self.graph, self.operations, self.steps, labels)
-
-    def _has_towers(self) -> bool:
-        return any(node.call for node in self.graph.values())
 
     def html(self) -> str:
         """The report as one HTML page that needs no other file."""
@@ -208,11 +204,6 @@ def _share_as_dict(share: Share) -> dict[str, Any]:
     names = [*SHARES, "hidden"]
     times = {f"{name}_seconds": getattr(share, name) for name in names}
     return times | {"percent": {name: share.percent(name) for name in names}, "waited_for_seconds": share.waited_for}
-
-
-def _in_order(device: str) -> list[Any]:
-    """GPU:2 before GPU:10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", device)]
 
 
 def tables(timeline: Timeline) -> Iterable[tuple[list[str], list[list[str]]]]:
