@@ -59,8 +59,7 @@ def _moments(inputs, axis, mask, combine, total_gradient):
 
     @tf.custom_gradient
     def moments(x):
-        with tf.name_scope("multitower_batch_norm"):
-            whole = combine(measure(x, axis, mask))
+        whole = combine(measure(x, axis, mask))
 
         def backward(_, dmean, dvariance):
             with tf.name_scope("multitower_batch_norm"):
@@ -83,7 +82,8 @@ def layer_moments(layer, inputs, mask):
     Returns:
         (mean, variance), each of shape (C,).
     """
-    return _layer_moments(layer, inputs, mask, over_towers, shared_gradient)
+    with tf.name_scope("multitower_batch_norm"):
+        return _layer_moments(layer, inputs, mask, over_towers, shared_gradient)
 
 
 def _layer_moments(layer, inputs, mask, combine, total_gradient):

@@ -64,6 +64,21 @@ def made_by_compile(model):
     return model._loss_tracker
 
 
+def register_function(function):
+    """Make a FunctionDef callable by its name (`context.add_function_def`): public API has only traced functions."""
+    context.context().add_function_def(function)
+
+
+def function_definition(name):
+    """The FunctionDef of a function that a graph calls by name (`context.get_function_def`)."""
+    return context.context().get_function_def(name)
+
+
+def forget_function(name):
+    """Undo `register_function` (`context.remove_function`)."""
+    context.context().remove_function(name)
+
+
 def restore_method_name():
     """The method of tf.Variable that tf.train.Checkpoint restores through: `_restore_from_tensors`."""
     return "_restore_from_tensors"
