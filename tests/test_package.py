@@ -31,7 +31,7 @@ LAYERS = [
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
-    [f"timeline.{m}" for m in ("intervals", "graph", "categories", "pairs", "recording", "profile")],
+    [f"timeline.{m}" for m in ("intervals", "graph", "categories", "pairs", "recording", "profile", "meetings")],
     [f"timeline.{m}" for m in ("breakdown", "critical", "advice", "lanes", "chrome", "picture", "page")],
     [f"timeline.{m}" for m in ("report", "tracing", "__init__", "job")],
     ["start", "cli"],

@@ -18,6 +18,7 @@ from multitower.timeline.critical import critical_path, in_one_line
 from multitower.timeline.graph import graph_that_ran, read_graphs, short_device
 from multitower.timeline.intervals import difference, intersection, seconds, union
 from multitower.timeline.lanes import lanes
+from multitower.timeline.meetings import meetings
 from multitower.timeline.pairs import misplaced
 from multitower.timeline.picture import picture
 from multitower.timeline.profile import Operation, Step
@@ -72,7 +73,7 @@ OPERATIONS = [
 
 
 def test_every_moment_is_counted_once():
-    first, second = breakdown(OPERATIONS, [STEP], ["CPU:0", "CPU:1"])
+    first, second = breakdown(OPERATIONS, meetings(GRAPH, OPERATIONS), [STEP], ["CPU:0", "CPU:1"])
     assert [getattr(first, name) for name in SHARES] == [9.0, 2.0, 0.0, 2.0, 6.0, 1.0]  # waits 10–14 and 17–19
     assert [getattr(second, name) for name in SHARES] == [15.5, 1.5, 0.0, 2.0, 0.0, 1.0]
     assert (first.hidden, second.hidden) == (0.0, 0.5)
@@ -88,7 +89,7 @@ def test_waiting_for_input_in_python_and_for_copies():
         operation("receive", "CPU:1", 3, 6, "_Recv", "copy"),
         operation("g", "CPU:1", 6, 10),
     ]
-    first, second = breakdown(ops, [step], ["CPU:0", "CPU:1"])
+    first, second = breakdown(ops, [], [step], ["CPU:0", "CPU:1"])
     assert [getattr(first, name) for name in SHARES] == [2.0, 0.0, 1.0, 3.0, 4.0, 0.0]
     assert [getattr(second, name) for name in SHARES] == [4.0, 0.0, 0.0, 3.0, 3.0, 0.0]
 
@@ -144,7 +145,11 @@ def test_an_operation_that_was_ready_waited_for_what_ran_where_it_could_have_run
 
 
 def advice(operations, step=STEP):
-    return advise(breakdown(operations, [step], ["CPU:0", "CPU:1"]), critical_path(GRAPH, operations, step), operations)
+    return advise(
+        breakdown(operations, meetings(GRAPH, operations), [step], ["CPU:0", "CPU:1"]),
+        critical_path(GRAPH, operations, step),
+        operations,
+    )
 
 
 def test_advice_names_the_tower_waited_for_and_its_operation():
@@ -198,16 +203,42 @@ def test_categories_from_scopes_types_and_values():
     graph = forged(
         ("multitower_input/split", "Split", 0),
         ("Call/x", "Const", 0),
-        ("StatefulPartitionedCall/dense/MatMul", "MatMul", 0, "multitower_input/split", "Call/x"),
-        ("StatefulPartitionedCall/norm/multitower_batch_norm/Mean", "Mean", 0),
-        ("StatefulPartitionedCall/gradient_tape/Const", "Const", 0),
-        ("StatefulPartitionedCall/loss", "Sum", 0, "StatefulPartitionedCall/dense/MatMul", "Call/x"),
-        ("StatefulPartitionedCall/gradient_tape/dense/MatMul", "MatMul", 0, "StatefulPartitionedCall/loss"),
-        ("StatefulPartitionedCall/AddN", "AddN", 0, "StatefulPartitionedCall/gradient_tape/dense/MatMul"),
-        ("StatefulPartitionedCall/CollectiveReduceV2", "CollectiveReduceV2", 0, "StatefulPartitionedCall/AddN"),
-        ("StatefulPartitionedCall/mul", "Mul", 0, "StatefulPartitionedCall/CollectiveReduceV2:0"),
-        ("StatefulPartitionedCall/after", "Mul", 0, "^StatefulPartitionedCall/mul"),
-        ("StatefulPartitionedCall/send", "_Send", 0, "StatefulPartitionedCall/mul"),
+        ("Call/StatefulPartitionedCall/tower_0/dense/MatMul", "MatMul", 0, "multitower_input/split", "Call/x"),
+        ("Call/StatefulPartitionedCall/tower_0/norm/multitower_batch_norm/Mean", "Mean", 0),
+        ("Call/StatefulPartitionedCall/tower_0/gradient_tape/Const", "Const", 0),
+        (
+            "Call/StatefulPartitionedCall/tower_0/loss",
+            "Sum",
+            0,
+            "Call/StatefulPartitionedCall/tower_0/dense/MatMul",
+            "Call/x",
+        ),
+        (
+            "Call/StatefulPartitionedCall/tower_0/gradient_tape/dense/MatMul",
+            "MatMul",
+            0,
+            "Call/StatefulPartitionedCall/tower_0/loss",
+        ),
+        (
+            "Call/StatefulPartitionedCall/tower_0/AddN",
+            "AddN",
+            0,
+            "Call/StatefulPartitionedCall/tower_0/gradient_tape/dense/MatMul",
+        ),
+        (
+            "Call/StatefulPartitionedCall/tower_0/CollectiveReduceV2",
+            "CollectiveReduceV2",
+            0,
+            "Call/StatefulPartitionedCall/tower_0/AddN",
+        ),
+        (
+            "Call/StatefulPartitionedCall/tower_0/mul",
+            "Mul",
+            0,
+            "Call/StatefulPartitionedCall/tower_0/CollectiveReduceV2:0",
+        ),
+        ("Call/StatefulPartitionedCall/tower_0/after", "Mul", 0, "^Call/StatefulPartitionedCall/tower_0/mul"),
+        ("Call/StatefulPartitionedCall/tower_0/send", "_Send", 0, "Call/StatefulPartitionedCall/tower_0/mul"),
     )
     assert list(categories_of(graph).values()) == [
         *("input", "forward", "forward", "batch_norm", "backward", "forward", "backward", "backward", "reduce"),
@@ -232,8 +263,14 @@ def test_an_optimizer_of_one_tower_is_known_by_the_variables_it_changes():
         ("tower_1/dense/Relu", "gradient_tape/tower_1/dense/ReluGrad"),
         ("tower_1/dense/MatMul", "gradient_tape/tower_1/dense/MatMul_3/MatMul"),
         ("tower_1/dense/MatMul", "gradients/tower_1/dense/MatMul_grad/MatMul_1"),
-        ("StatefulPartitionedCall_1/dense/MatMul", "StatefulPartitionedCall_1/gradient_tape/dense/MatMul/MatMul"),
-        ("StatefulPartitionedCall_1/dense/MatMul", "StatefulPartitionedCall_1/gradient_tape/elsewhere/Mul"),
+        (
+            "Call/StatefulPartitionedCall/tower_1/dense/MatMul",
+            "Call/StatefulPartitionedCall/tower_1/gradient_tape/dense/MatMul/MatMul",
+        ),
+        (
+            "Call/StatefulPartitionedCall/tower_1/dense/MatMul",
+            "Call/StatefulPartitionedCall/tower_1/gradient_tape/elsewhere/Mul",
+        ),
     ],
 )
 def test_a_backward_operation_is_known_by_its_forward_operation(forward, backward):

@@ -66,17 +66,17 @@ def made_by_compile(model):
 
 def register_function(function):
     """Make a FunctionDef callable by its name (`context.add_function_def`): public API has only traced functions."""
-    context.context().add_function_def(function)
+    _runtime().add_function_def(function)
 
 
 def function_definition(name):
     """The FunctionDef of a function that a graph calls by name (`context.get_function_def`)."""
-    return context.context().get_function_def(name)
+    return _runtime().get_function_def(name)
 
 
 def forget_function(name):
     """Undo `register_function` (`context.remove_function`)."""
-    context.context().remove_function(name)
+    _runtime().remove_function(name)
 
 
 def restore_method_name():

@@ -6,6 +6,7 @@ graph        the operations of the graphs that ran, and their devices
 categories   what each is for: input, forward, backward, reduction, …
 pairs        backward operations that are not on the device of their forward operation
 profile      operations with start and end
+meetings     where towers wait for one another
 intervals    sets of moments
 breakdown    where the time of each device went
 critical     the chain of operations a step took as long as

@@ -1,6 +1,6 @@
 """One sentence of advice, from the share of the step that could be won back."""
 
-from .breakdown import SHARES, Share, slowest_tower
+from .breakdown import SHARES, Share, is_compute, slowest_tower
 from .categories import NAMES
 from .critical import Stretch, by_category
 from .graph import without_call
@@ -41,27 +41,34 @@ def _input(percent: float, *_) -> str:
 
 def _waiting(percent: float, shares: list[Share], path: list[Stretch], operations: list[Operation]) -> str:
     device, time = slowest_tower(shares)
-    if device is None:
-        return (
-            f"Devices wait for one another {percent:.0f} % of the time, not in collectives: move the work that only "
-            "one of them does into the towers."
-        )
-    percent = 100 * time / shares[0].step_seconds
-    name, more = _excess(device, operations)
+    meetings = 100 * time / shares[0].step_seconds
+    if device is None or meetings < percent / 2:
+        return _alone(percent, path)
+    name, more = _excess(device, shares, operations)
     why = f", where {name} takes {1000 * more:.1f} ms a step longer than elsewhere" if more > 0.1 * time else ""
     return (
-        f"{device} is the tower the others wait for, {1000 * time:.1f} ms a step, {percent:.0f} % of the time{why}: "
+        f"{device} is the tower the others wait for, {1000 * time:.1f} ms a step, {meetings:.0f} % of the time{why}: "
         "make that tower's work equal to the others', or leave the device out."
     )
 
 
-def _excess(device: str, operations: list[Operation]) -> tuple[str, float]:
+def _alone(percent: float, path: list[Stretch]) -> str:
+    """Devices wait, but not to meet: one of them does something for all."""
+    work = next(((c, d) for c, d in by_category(path) if c != HOST), None)
+    what = f", most of all in {NAMES[work[0]]} on {work[1]}" if work else ""
+    return (
+        f"Devices wait {percent:.0f} % of the time while one of them works for all{what}: have every tower do its own "
+        "part (placement='replicated' for the update, reduce='ring' for the sums)."
+    )
+
+
+def _excess(device: str, shares: list[Share], operations: list[Operation]) -> tuple[str, float]:
     """The operation that takes longer on `device` than on the mean of the others, and by how many seconds a step."""
     steps = len({o.step for o in operations}) or 1
-    others = {o.device for o in operations if o.ready_seconds is not None and o.device != device}
+    others = {share.device for share in shares} - {device}
     excess: dict[str, float] = {}
     for o in operations:
-        if o.ready_seconds is None and (o.device == device or o.device in others):
+        if is_compute(o) and (o.device == device or o.device in others):
             weight = 1.0 if o.device == device else -1.0 / len(others)
             name = without_call(o.name)
             excess[name] = excess.get(name, 0.0) + weight * o.seconds / steps

@@ -26,6 +26,7 @@ _SCOPES = {  # put around these by the modules reduce, exchange, hooks, norm and
     "multitower_input": "input",
     "multitower_reduce": "reduce",
     "multitower_gather": "reduce",
+    "multitower_sum": "reduce",
     "multitower_update": "update",
 }
 _COPIES = ("_Send", "_Recv", "_HostSend", "_HostRecv")

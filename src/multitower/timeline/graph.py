@@ -1,7 +1,8 @@
 """What runs where: the operations of the partitioned graphs, after placement and optimisation.
 
-A step of multitower is one graph in which the call of every tower is inlined, so names are unique and begin with the
-tower's call. TensorFlow cuts the graph by device and joins the parts by pairs of _Send and _Recv.
+A step of multitower is one graph, so names are unique: "…Call/tower_1/dense/MatMul" is what tower 1 does, and what
+towers do once for all is named "…Call/towers/…" (see `wiring`). TensorFlow cuts the graph by device and joins the parts
+by pairs of _Send and _Recv.
 """
 
 import re
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_TOWER = re.compile(r"(?:^|/)(?:Stateful)?PartitionedCall(?:_\d+)?(?=/)")
+_TOWER = re.compile(r"(?:^|/)(?:Stateful)?PartitionedCall(?:_\d+)?/(?:tower_\d+|(towers))(?=/)")
 NOT_WORK = (
     "Const",
     "_Arg",
@@ -35,7 +36,7 @@ class Node:
         device: "CPU:1".
         inputs: names of the nodes it waits for, data and control; a _Recv waits for its _Send.
         values: those of the inputs whose values it uses.
-        call: the beginning of its name that is the call of its tower; "" outside towers.
+        call: the beginning of its name that tells its tower; "" outside towers.
         scope: its name without that.
         integers: whether it works on whole numbers: shapes and counts, which TensorFlow keeps on the host for GPUs.
     """
@@ -105,8 +106,8 @@ def _node(definition: Any, senders: Mapping[bytes, str]) -> Node:
         values += [senders[key] for key in [definition.attr["tensor_name"].s] if key in senders]
     inputs = values + [name[1:] for name in definition.input if name.startswith("^")]
     match = _TOWER.search(definition.name)
-    call = definition.name[: match.end()] if match else ""
-    scope = definition.name[len(call) :].removeprefix("/")
+    call = definition.name[: match.end()] if match and not match.group(1) else ""
+    scope = without_call(definition.name)
     device = short_device(definition.device)
     integers = _on_integers(definition)
     return Node(definition.name, definition.op, device, tuple(inputs), tuple(values), call, scope, integers)
@@ -125,13 +126,13 @@ def without_call(name: str) -> str:
     return name[match.end() + 1 :] if match else name
 
 
-def tower_devices(graph: Graph) -> list[str]:
-    """The device of each tower, in tower order: where most of what its call does runs. Empty where there are none."""
+def tower_devices(graph: Graph) -> dict[str, str]:
+    """The device of each tower by its call, in tower order: where most of what it does runs."""
     devices: dict[str, Counter] = defaultdict(Counter)
     for node in graph.values():
         if node.call and node.op not in NOT_WORK and not node.integers:
             devices[node.call][node.device] += 1
-    return list(dict.fromkeys(devices[call].most_common(1)[0][0] for call in sorted(devices, key=in_order)))
+    return {call: devices[call].most_common(1)[0][0] for call in sorted(devices, key=in_order)}
 
 
 def in_order(name: str) -> list[tuple[int, str]]:

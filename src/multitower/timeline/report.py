@@ -14,6 +14,7 @@ from .categories import CATEGORIES, NAMES, categories_of, count_by_category
 from .chrome import chrome_events, write_chrome_trace
 from .critical import Stretch, critical_path, in_one_line
 from .graph import NOT_WORK, Graph, graph_that_ran, in_order, read_graphs, tower_devices
+from .meetings import meetings
 from .page import page
 from .pairs import Misplaced, misplaced
 from .profile import Operation, Step, incomplete_steps, read_operations, read_steps
@@ -43,7 +44,7 @@ class Timeline:
         self.categories: Mapping[str, str] = categories_of(graph)
         self.operations = operations
         self.steps = steps
-        self.towers = tower_devices(graph)
+        self.towers = list(dict.fromkeys(tower_devices(graph).values()))
         self.devices = self.towers or sorted({operation.device for operation in operations}, key=in_order)
         self.misplaced: list[Misplaced]
         self.misplaced, self.compared = misplaced(graph, self.categories)
@@ -69,7 +70,8 @@ class Timeline:
     @cached_property
     def shares(self) -> list[Share]:
         """Where the time of each device went, in the mean over the steps."""
-        return breakdown(self.operations, self.steps, self.devices)
+        met = meetings(self.graph, self.operations)
+        return breakdown(self.operations, met, self.steps, self.devices)
 
     @cached_property
     def typical_step(self) -> Step:
