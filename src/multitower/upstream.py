@@ -64,19 +64,23 @@ def made_by_compile(model):
     return model._loss_tracker
 
 
+def _eager() -> Any:
+    return context.context()
+
+
 def register_function(function):
     """Make a FunctionDef callable by its name (`context.add_function_def`): public API has only traced functions."""
-    _runtime().add_function_def(function)
+    _eager().add_function_def(function)
 
 
 def function_definition(name):
     """The FunctionDef of a function that a graph calls by name (`context.get_function_def`)."""
-    return _runtime().get_function_def(name)
+    return _eager().get_function_def(name)
 
 
 def forget_function(name):
     """Undo `register_function` (`context.remove_function`)."""
-    _runtime().remove_function(name)
+    _eager().remove_function(name)
 
 
 def restore_method_name():
@@ -89,7 +93,7 @@ def collect_graphs():
 
     The public way, RunOptions(output_partition_graphs=True), is that of tf.compat.v1 sessions.
     """
-    _runtime().enable_graph_collection()
+    _eager().enable_graph_collection()
 
 
 def collected_graphs():
@@ -99,14 +103,10 @@ def collected_graphs():
         For each function instantiated, for each device it runs on, a GraphDef of the operations that device runs.
     """
     try:
-        metadata = _runtime().export_run_metadata()
+        metadata = _eager().export_run_metadata()
     finally:
-        _runtime().disable_graph_collection()
+        _eager().disable_graph_collection()
     return [list(function.partition_graphs) for function in metadata.function_graphs]
-
-
-def _runtime() -> Any:
-    return context.context()
 
 
 def read_profile(path):
@@ -126,3 +126,4 @@ FUNCTION_RUN = "FunctionRun"  # on the thread that called a function; its statis
 EXECUTOR = "ExecutorState::Process"  # around operations that ran on this thread; "id" as above
 ASYNC_START = "ExecutorState::ProcessAsync::Start"  # of an operation that ends elsewhere: "name", "step_id"
 ASYNC_DONE = "ExecutorState::ProcessAsync::Done"
+NEXT_BATCH = "IteratorGetNextOp::DoCompute"  # a thread waits for a dataset

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .graph import Graph, without_call
+from .intervals import union
 from .lanes import lanes
 from .profile import Operation, Step
 
@@ -22,6 +23,7 @@ Event = dict[str, Any]
 # Numbers of the host's process and thread; those of the devices follow. None is 0, which Perfetto takes for the idle
 # process, and no two threads have the same.
 _HOST = _STEPS = 1
+_INPUT = 2
 
 
 def chrome_events(
@@ -36,9 +38,10 @@ def chrome_events(
         labels: what to call each device, its name at the end.
     """
     events: list[Event] = [*_process(_HOST, "host: Python"), *_thread(_HOST, _STEPS, "steps"), *map(_step, steps)]
-    events += [_input_wait(wait) for step in steps for wait in step.input_waits]
+    events += _thread(_HOST, _INPUT, "next batch")
+    events += [_input_wait(wait) for wait in union(wait for step in steps for wait in step.input_waits)]
     places: dict[int, tuple[int, int]] = {}  # id of an operation: process, thread
-    numbered = itertools.count(_STEPS + 1)
+    numbered = itertools.count(_INPUT + 1)
     for process, (device, kinds) in enumerate(lanes(operations).items(), _HOST + 1):
         events += _process(process, labels.get(device, device))
         for kind, of_kind in kinds.items():
@@ -96,7 +99,7 @@ def _step(step: Step) -> Event:
 
 def _input_wait(wait: tuple[float, float]) -> Event:
     times = {"ts": _us(wait[0]), "dur": _us(wait[1] - wait[0])}
-    return {"ph": "X", "name": "next batch", "cat": "input", **times, **_place((_HOST, _STEPS))}
+    return {"ph": "X", "name": "next batch", "cat": "input", **times, **_place((_HOST, _INPUT))}
 
 
 def _slice(operation: Operation, process: int, thread: int) -> Event:

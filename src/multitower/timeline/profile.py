@@ -58,7 +58,7 @@ class Step:
         start_seconds: since the first traced step began.
         called_seconds: when the step itself returned; what comes after is Python between steps.
         end_seconds: likewise.
-        input_waits: (start, end) of the times Python waited for the next batch.
+        input_waits: (start, end) of the times something waited for a dataset's next batch.
     """
 
     number: int
@@ -82,9 +82,9 @@ class _Event:
 
 def read_steps(space: Any) -> list[Step]:
     """The traced steps, in order."""
-    events = [e for line in _host_lines(space) for e in line if e.name in (STEP, INPUT)]
+    events = [e for line in _host_lines(space) for e in line if e.name in (STEP, INPUT, upstream.NEXT_BATCH)]
     called = sorted((e for e in events if e.name == STEP), key=lambda e: e.start)
-    waits = [(e.start, e.end) for e in events if e.name == INPUT]
+    waits = [(e.start, e.end) for e in events if e.name != STEP]
     zero = called[0].start
     steps = []
     for number, event in enumerate(called):
