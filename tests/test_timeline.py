@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.core.framework import graph_pb2
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from multitower.timeline.advice import advise
 from multitower.timeline.breakdown import SHARES, breakdown, slowest_tower
@@ -21,7 +22,7 @@ from multitower.timeline.lanes import lanes
 from multitower.timeline.meetings import meetings
 from multitower.timeline.pairs import misplaced
 from multitower.timeline.picture import picture
-from multitower.timeline.profile import Operation, Step
+from multitower.timeline.profile import Operation, Step, read_operations, read_steps
 
 MOMENTS = st.integers(0, 40)
 SPANS = st.lists(st.tuples(MOMENTS, MOMENTS).map(lambda pair: tuple(map(float, sorted(pair)))))
@@ -313,3 +314,50 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+
+def forged_profile():
+    """A step on a GPU, as TensorFlow's profiler writes it: a plane of the host, one of the GPU with a line a stream."""
+    space = xplane_pb2.XSpace()
+    host, gpu = space.planes.add(name="/host:CPU"), space.planes.add(name="/device:GPU:0 (a card)")
+
+    def event(plane, line, name, start, end, **told):
+        known = {m.name: i for i, m in plane.event_metadata.items()}
+        number = known.get(name, len(known) + 1)
+        plane.event_metadata[number].name = name
+        added = line.events.add(metadata_id=number, offset_ps=int(start * 1e12), duration_ps=int((end - start) * 1e12))
+        for key, value in told.items():
+            stats = {m.name: i for i, m in plane.stat_metadata.items()}
+            stat = stats.get(key, len(stats) + 1)
+            plane.stat_metadata[stat].name = key
+            kind = {"str_value": value} if isinstance(value, str) else {"int64_value": value}
+            added.stats.add(metadata_id=stat, **kind)
+
+    python, pool = host.lines.add(name="python"), host.lines.add(name="tf_Compute")
+    stream, derived = gpu.lines.add(name="Stream #13(Compute)"), gpu.lines.add(name="TensorFlow Ops")
+    event(host, python, "multitower_step", 0, 10, step_num=0)
+    event(host, python, "FunctionRun", 1, 2, id=7)
+    event(host, pool, "ExecutorState::Process", 1, 3, id=7)
+    event(host, pool, "f:MatMul", 1, 1.5)  # the launch
+    event(host, pool, "s:Shape", 2, 2.5)
+    event(gpu, stream, "volta_sgemm", 2, 6, tf_op="f:MatMul")
+    event(gpu, stream, "MemcpyH2D", 6, 7)
+    event(gpu, stream, "ncclDevKernel_AllReduce", 7, 9)
+    event(gpu, derived, "MatMul", 2, 6, tf_op="f:MatMul")
+    return space
+
+
+def test_kernels_on_a_gpu_are_its_operations_and_their_launches_are_not():
+    graph = graph_pb2.GraphDef()
+    graph.node.add(name="f", op="MatMul", device="/job:localhost/replica:0/task:0/device:GPU:0")
+    graph.node.add(name="s", op="Shape", device="/job:localhost/replica:0/task:0/device:CPU:0")
+    nodes = read_graphs([[graph]])
+    found = read_operations(forged_profile(), nodes, categories_of(nodes))
+    assert [(o.name, o.device, o.category, o.start_seconds, o.end_seconds) for o in found] == [
+        ("f", "GPU:0", "forward", 2.0, 6.0),
+        ("s", "CPU:0", "forward", 2.0, 2.5),
+        ("MemcpyH2D", "GPU:0", "copy", 6.0, 7.0),
+        ("ncclDevKernel_AllReduce", "GPU:0", "reduce", 7.0, 9.0),
+    ]
+    (share,) = breakdown(found, [], read_steps(forged_profile()), ["GPU:0"])
+    assert (share.compute, share.exposed, share.copies, share.host) == (4.0, 2.0, 1.0, 3.0)

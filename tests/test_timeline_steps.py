@@ -60,7 +60,7 @@ def test_categories_where_sums_are_made_on_the_host_and_weights_are_shared():
         assert len(nodes(timeline, "forward", "_FusedMatMul", device)) == 2
         assert len(nodes(timeline, "backward", "MatMul", device)) == 3
     assert not [n for n in timeline.graph.values() if n.op.startswith("Collective")]
-    assert len(nodes(timeline, "reduce", "AddN", "CPU:0")) == 1  # the bucket of gradients
+    assert len(nodes(timeline, "reduce", "AddN", "CPU:0")) == 6  # one for each weight
     assert len(nodes(timeline, "batch_norm", "AddN", "CPU:0")) == 1  # the gradient of the moments
     assert timeline.placement["CPU:0"]["update"] > 12
     assert timeline.placement["CPU:1"]["update"] == 0
