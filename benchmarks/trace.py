@@ -2,8 +2,8 @@
 
     python benchmarks/trace.py [--pixels 64] [--batch-size 16] [--steps 3] [--json]
 
-Prints the seconds of a step without tracing and of a traced one, those of making and writing the timeline, and the bytes
-of the files.
+Prints the seconds of a step without tracing and of a traced one, those of making and writing the timeline, and the
+bytes of the files.
 """
 
 import argparse

@@ -354,8 +354,8 @@ def test_kernels_on_a_gpu_are_its_operations_and_their_launches_are_not():
     nodes = read_graphs([[graph]])
     found = read_operations(forged_profile(), nodes, categories_of(nodes))
     assert [(o.name, o.device, o.category, o.start_seconds, o.end_seconds) for o in found] == [
-        ("f", "GPU:0", "forward", 2.0, 6.0),
         ("s", "CPU:0", "forward", 2.0, 2.5),
+        ("f", "GPU:0", "forward", 2.0, 6.0),
         ("MemcpyH2D", "GPU:0", "copy", 6.0, 7.0),
         ("ncclDevKernel_AllReduce", "GPU:0", "reduce", 7.0, 9.0),
     ]
