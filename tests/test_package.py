@@ -49,6 +49,9 @@ LAYERS = [
         )
     ],
     [f"trials.{m}" for m in ("machine", "ray_cluster", "runner", "results", "picture", "live", "search", "__init__")],
+    [f"timeline.{m}" for m in ("intervals", "graph", "categories", "pairs", "recording", "profile", "meetings")],
+    [f"timeline.{m}" for m in ("breakdown", "critical", "advice", "lanes", "chrome", "picture", "page")],
+    [f"timeline.{m}" for m in ("report", "tracing", "__init__", "job")],
     ["start", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
@@ -120,6 +123,10 @@ def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
 @pytest.mark.parametrize(
     "module", ["towers", "trainer", "norm", "reduce", "schedule", "verification.verifier", "trials"]
 )
+DOCUMENTED = ["towers", "trainer", "norm", "reduce", "verification.verifier", "timeline.tracing", "timeline.intervals"]
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"multitower.{module}"))
     assert result.attempted
@@ -155,4 +162,5 @@ def test_the_file_tree_in_the_readme_is_complete():
     listed = set(re.findall(r"^  (\w+)\.py ", tree, re.MULTILINE))
     assert "  verification/ " in tree
     assert "  trials/ " in tree
+    assert all(f"  {package}/ " in tree for package in ("verification", "timeline"))
     assert listed == {m for m in MODULES if "." not in m and m != "__init__"}

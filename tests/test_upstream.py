@@ -111,3 +111,45 @@ def test_checkpoints_restore_through_the_method_we_watch(tmp_path):
     setattr(variable, upstream.restore_method_name(), lambda tensors: (calls.append(1), restore(tensors))[1])
     tf.train.Checkpoint(v=variable).restore(path)
     assert calls
+
+
+def test_graphs_of_functions_are_shown_while_they_are_instantiated():
+    @tf.function
+    def two_devices(x):
+        with tf.device("CPU:1"):
+            y = tf.matmul(x, x, name="there")
+        with tf.device("CPU:0"):
+            return tf.cumsum(y, name="here")
+
+    x = tf.ones([2, 2])
+    upstream.collect_graphs()
+    two_devices(x)
+    (graphs,) = upstream.collected_graphs()
+    devices = {node.op: node.device[-5:] for graph in graphs for node in graph.node}
+    assert (devices["MatMul"], devices["Cumsum"]) == ("CPU:1", "CPU:0")
+    assert {"_Send", "_Recv"} <= devices.keys()
+    keys = [node.attr["tensor_name"].s for graph in graphs for node in graph.node if node.op in ("_Send", "_Recv")]
+    assert len(keys) == 2 * len(set(keys))
+    assert upstream.collected_graphs() == []
+
+
+def test_a_profile_tells_what_the_executor_ran(tmp_path):
+    dataset = iter(tf.data.Dataset.range(9))
+
+    @tf.function
+    def step(iterator):
+        return tf.tanh(tf.cast(iterator.get_next(), tf.float32), name="known")
+
+    options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2)
+    with tf.profiler.experimental.Profile(str(tmp_path), options):
+        step(dataset)
+        step(dataset)
+    space = upstream.read_profile(next(tmp_path.rglob("*.xplane.pb")))
+    (host,) = (plane for plane in space.planes if plane.name.startswith("/host:CPU"))
+    told: dict = {}
+    for event in (event for line in host.lines for event in line.events):
+        name = host.event_metadata[event.metadata_id].name
+        told.setdefault(name, set()).update(host.stat_metadata[s.metadata_id].name for s in event.stats)
+    assert "known:Tanh" in told
+    assert "id" in told[upstream.FUNCTION_RUN] & told[upstream.EXECUTOR]
+    assert {"name", "step_id"} <= told[upstream.ASYNC_START] & told[upstream.ASYNC_DONE]

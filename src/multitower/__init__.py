@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
     from .reduce import average_gradients
+    from .timeline import Timeline, TraceSteps, trace
     from .tower import rows, tower_count, tower_index
     from .towers import replicate
     from .trainer import Trainer
@@ -19,6 +20,8 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "BatchNormalization": "norm",
+    "Timeline": "timeline",
+    "TraceSteps": "timeline",
     "Trainer": "trainer",
     "all_gather": "exchange",
     "all_reduce": "exchange",
@@ -28,12 +31,15 @@ _EXPORTS = {
     "rows": "tower",
     "tower_count": "tower",
     "tower_index": "tower",
+    "trace": "timeline",
     "verify": "verification",
     "verify_step": "verification",
 }
 
 __all__ = [
     "BatchNormalization",
+    "Timeline",
+    "TraceSteps",
     "Trainer",
     "all_gather",
     "all_reduce",
@@ -43,6 +49,7 @@ __all__ = [
     "rows",
     "tower_count",
     "tower_index",
+    "trace",
     "verify",
     "verify_step",
 ]

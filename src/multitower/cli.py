@@ -1,4 +1,4 @@
-"""The command line: `multitower train | verify | trials | env`. Thin: it reads arguments, calls a function, prints.
+"""The command line: `multitower train | verify | trace | trials | env`. Thin: reads arguments, calls a function, prints.
 
 Exit codes: 0; 1 where training failed; 2 where an argument, a job or a device is wrong; 130 after Ctrl-C; those of
 verify: 0 equal, 1 not equal, 2 could not run; of trials: see its help. An error is one line on stderr. TensorFlow is
@@ -254,6 +254,51 @@ def trials(ctx, job, settings, as_json, **options) -> int:
     if as_json:
         click.echo(report.as_json())
     return report.exit_code
+
+
+@cli.command()
+@click.argument("job", default="digits")
+@_devices
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Steps to time.")
+@_batch_size
+@_settings
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    help="New or empty directory to write to; by default traces/JOB-DATE-TIME.",
+)
+@click.option(
+    "--expect-colocated", is_flag=True, help="Exit 1 if a backward operation is not on its forward operation's device."
+)
+@_seed
+@_json
+@_debug
+def trace(job, devices, steps, batch_size, settings, output, expect_colocated, seed, as_json) -> int:
+    """Trace training steps of JOB: what runs where, when, and where the time goes.
+
+    Writes trace.json.gz (opens in https://ui.perfetto.dev and chrome://tracing), report.html (a picture of the lanes
+    and the tables) and timeline.json. JOB is as in `multitower train`; the trained model is not kept.
+
+    Exit code 0; with --expect-colocated 1 if there is a backward operation that does not run on the device of its
+    forward operation; 2 where an argument, a job or a device is wrong.
+    """
+    from .job import find_job
+    from .parameters import parse_params
+
+    find_job(job)
+    params = parse_params(settings)
+    start_tensorflow()
+    from .timeline.job import trace_job
+    from .timeline.report import tables
+
+    traced = trace_job(job, devices, steps, batch_size, params, output, seed)
+    _print_table("multitower trace", [*traced.timeline.summary(), *traced.files.items()])
+    for head, rows in tables(traced.timeline):
+        _print_table("", rows, head)
+    if as_json:
+        click.echo(traced.as_json())
+    return 1 if expect_colocated and traced.timeline.misplaced else 0
 
 
 @cli.command()

@@ -8,6 +8,7 @@ tf.config.list_logical_devices() would start it, and a started runtime can no lo
 """
 
 import importlib.metadata
+import itertools
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -239,3 +240,22 @@ def _version(distribution: str) -> str | None:
 def load_drivers() -> None:
     """Have TensorFlow look for the devices of the machine. Its runtime does not start: the CPU can still be split."""
     tf.config.list_physical_devices()
+
+
+_configurations = itertools.count(1)
+
+
+@contextmanager
+def functions_instantiated_anew() -> Iterator[None]:
+    """While this is open, tf.functions run as instances of their own, made when they are first called.
+
+    TensorFlow shows the graphs of a function only while it instantiates it, and keeps instances by configuration. The
+    instances from before are used again afterwards: nothing is made twice. The configuration that is varied is the
+    number of nodes from which a graph is optimised, where every negative number means: always.
+    """
+    asked = tf.config.optimizer.get_experimental_options().get("min_graph_nodes")
+    tf.config.optimizer.set_experimental_options({"min_graph_nodes": -next(_configurations)})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"min_graph_nodes": asked})

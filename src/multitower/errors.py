@@ -6,6 +6,7 @@
     ├── BatchError    (ValueError)    a batch that cannot be split over towers
     ├── JobError      (ValueError)    a job, its parameters or its run directory
     ├── ScheduleError (ValueError)    a learning rate that cannot be made or scaled as asked
+    ├── TraceError    (RuntimeError)  a step that cannot be traced
     └── TowerError    (RuntimeError)  a step that failed inside a tower
 
 Each message says what was received, what was expected and how to fix it, on one line. Errors of Keras and
@@ -35,6 +36,10 @@ class JobError(MultitowerError, ValueError):
 
 class ScheduleError(MultitowerError, ValueError):
     """A learning rate cannot be made or scaled as asked."""
+
+
+class TraceError(MultitowerError, RuntimeError):
+    """A step cannot be traced (it runs no graph, something else is profiling, …)."""
 
 
 class TowerError(MultitowerError, RuntimeError):

@@ -62,8 +62,9 @@ def _moments(inputs, axis, mask, combine, total_gradient):
         whole = combine(measure(x, axis, mask))
 
         def backward(_, dmean, dvariance):
-            total = total_gradient(tf.stack([dmean, dvariance]))
-            return gradient(x, axis, mask, whole, *tf.unstack(total, 2))
+            with tf.name_scope("multitower_batch_norm"):
+                total = total_gradient(tf.stack([dmean, dvariance]))
+                return gradient(x, axis, mask, whole, *tf.unstack(total, 2))
 
         return (whole.count, whole.mean, whole.variance), backward
 

@@ -3,11 +3,13 @@
 Each function says which name it rests on and why there is no public one.
 """
 
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 
 def keras_mask(x):
@@ -92,3 +94,44 @@ def forget_function(name):
 def restore_method_name():
     """The method of tf.Variable that tf.train.Checkpoint restores through: `_restore_from_tensors`."""
     return "_restore_from_tensors"
+
+
+def collect_graphs():
+    """Have TensorFlow keep the graphs of functions it instantiates from now on (`Context.enable_graph_collection`).
+
+    The public way, RunOptions(output_partition_graphs=True), is that of tf.compat.v1 sessions.
+    """
+    _eager().enable_graph_collection()
+
+
+def collected_graphs():
+    """The graphs kept since `collect_graphs`, and no more are kept (`Context.export_run_metadata`).
+
+    Returns:
+        For each function instantiated, for each device it runs on, a GraphDef of the operations that device runs.
+    """
+    try:
+        metadata = _eager().export_run_metadata()
+    finally:
+        _eager().disable_graph_collection()
+    return [list(function.partition_graphs) for function in metadata.function_graphs]
+
+
+def read_profile(path):
+    """What tf.profiler wrote to a file `*.xplane.pb`, an XSpace message (`tensorflow.tsl.profiler.protobuf`).
+
+    The public readers are those of the TensorBoard plugin, which has no API.
+    """
+    messages: Any = xplane_pb2  # its classes are made when it is imported
+    space = messages.XSpace()
+    space.ParseFromString(Path(path).read_bytes())
+    return space
+
+
+# How TensorFlow's runtime names what it does in a profile; documented nowhere. (tensorflow/core/common_runtime/
+# executor.cc, process_function_library_runtime.cc)
+FUNCTION_RUN = "FunctionRun"  # on the thread that called a function; its statistic "id" is the number of the call
+EXECUTOR = "ExecutorState::Process"  # around operations that ran on this thread; "id" as above
+ASYNC_START = "ExecutorState::ProcessAsync::Start"  # of an operation that ends elsewhere: "name", "step_id"
+ASYNC_DONE = "ExecutorState::ProcessAsync::Done"
+NEXT_BATCH = "IteratorGetNextOp::DoCompute"  # a thread waits for a dataset
