@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
     from .reduce import average_gradients
+    from .scaling import measure
     from .tower import rows, tower_count, tower_index
     from .towers import replicate
     from .trainer import Trainer
@@ -22,6 +23,7 @@ _EXPORTS = {
     "all_reduce": "exchange",
     "average_gradients": "reduce",
     "devices": "device",
+    "measure": "scaling",
     "replicate": "towers",
     "rows": "tower",
     "tower_count": "tower",
@@ -37,6 +39,7 @@ __all__ = [
     "all_reduce",
     "average_gradients",
     "devices",
+    "measure",
     "replicate",
     "rows",
     "tower_count",

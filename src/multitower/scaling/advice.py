@@ -1,12 +1,12 @@
 """What to do, from measured numbers alone.
 
-    input removed: much faster?  ──yes──>  fix the input
-          │ no
-    N devices faster than one?   ──yes──>  train on the N that is fastest; trials in numbers beside it
-          │ no
-    N trials at once do more?    ──yes──>  N trials side by side
-          │ no
-    train on one device
+input removed: much faster?  ──yes──>  fix the input
+      │ no
+N devices faster than one?   ──yes──>  train on the N that is fastest; trials in numbers beside it
+      │ no
+N trials at once do more?    ──yes──>  N trials side by side
+      │ no
+train on one device
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,21 @@ def advise(points: Sequence[Point], trials: Sequence[Trials], kind: str = "GPU",
     Raises:
         ValueError: nothing was measured on one device.
     """
-    measured = [p for p in points if p.rate and p.placement != "independent"]
-    alone = max((p for p in measured if p.devices == 1), key=_rate, default=None)
+    measured = [p for p in points if p.rate and p.speedup and p.placement != "independent"]
+    alone = next((p for p in measured if p.devices == 1), None)
     if alone is None:
         raise ValueError("there is no measurement on one device to compare with")
-    best = max((p for p in measured if p.devices > 1), key=_rate, default=alone)
-    most = max((t for t in trials if t.examples_per_second and t.count > 1), key=_together, default=None)
-    numbers = {"one_device": _rate(alone), f"train_on_{best.devices}": _rate(best)}
-    numbers |= {f"{most.count}_trials": _together(most)} if most else {}
-    waits = max((p for p in (alone, best)), key=_input_gain)
+    best = max((p for p in measured if p.devices > 1), key=_gain, default=alone)
+    most = max((t for t in trials if t.speedup and t.count > 1), key=_gain, default=None)
+    numbers = {"one_device": _rate(alone), f"train_on_{best.devices}": _rate(best), "speedup": _gain(best)}
+    if most:
+        numbers |= {f"{most.count}_trials": most.examples_per_second or 0.0, "trials_speedup": _gain(most)}
+    waits = max((alone, best), key=_input_gain)
     if _input_gain(waits) >= INPUT_GAIN:
         return _fix_input(waits, numbers)
-    if best.devices > 1 and _rate(best) >= PAYS * _rate(alone):
+    if best.devices > 1 and _gain(best) >= PAYS:
         return _train(best, alone, most, numbers)
-    if most and _together(most) >= PAYS * _rate(alone):
+    if most and _gain(most) >= PAYS:
         return _trials(most, best, alone, numbers)
     return _one(best, alone, most, numbers, f"; the {cores} cores are shared by all" if kind == "CPU" else "")
 
@@ -51,8 +52,9 @@ def _rate(point: Point) -> float:
     return point.rate or 0.0
 
 
-def _together(trials: Trials) -> float:
-    return trials.examples_per_second or 0.0
+def _gain(measured: Point | Trials) -> float:
+    """Examples per second / those of one device."""
+    return measured.speedup or 0.0
 
 
 def _input_gain(point: Point) -> float:
@@ -71,35 +73,31 @@ def _fix_input(point: Point, numbers: dict[str, float]) -> Advice:
 
 
 def _train(best: Point, alone: Point, most: Trials | None, numbers: dict[str, float]) -> Advice:
-    gain = _rate(best) / _rate(alone)
     text = (
-        f"Train on {best.devices} devices, with a global batch of {best.batch_size}: {_rate(best):,.0f} examples/s "
-        f"against {_rate(alone):,.0f} on one ({gain:.2f} ×)."
+        f"Train on {best.devices} devices, with a global batch of {best.batch_size}: {_rate(best):,.0f} examples/s, "
+        f"{_gain(best):.2f} × one device ({_rate(alone):,.0f})."
     )
     if best.placement != "auto" or best.reduce != "auto":
         text += f" That is with placement={best.placement}, reduce={best.reduce}."
-    if most and _together(most) >= PAYS * _rate(best):
-        text += (
-            f" For a search over many trainings, {most.count} trials side by side do {_together(most):,.0f} together."
-        )
-    return Advice("train", best.devices, text, numbers | {"speedup": gain})
+    if most and _gain(most) >= PAYS * _gain(best):
+        text += f" For a search over many trainings, {most.count} trials side by side do more: {_together(most)}."
+    return Advice("train", best.devices, text, numbers)
 
 
 def _trials(most: Trials, best: Point, alone: Point, numbers: dict[str, float]) -> Advice:
-    text = f"Run {most.count} trials side by side, one per device: together {_together(most):,.0f} examples/s"
-    text += f" against {_rate(alone):,.0f} of one alone ({_together(most) / _rate(alone):.2f} ×)"
-    return Advice("trials", most.count, f"{text}{_not_faster(best, alone)}.", numbers)
+    text = f"Run {most.count} trials side by side, one per device: {_together(most)} ({_rate(alone):,.0f})"
+    return Advice("trials", most.count, f"{text}{_not_faster(best)}.", numbers)
 
 
 def _one(best: Point, alone: Point, most: Trials | None, numbers: dict[str, float], why: str) -> Advice:
-    text = f"Train on one device ({_rate(alone):,.0f} examples/s)"
-    text += _not_faster(best, alone)
-    if most:
-        text += f", and {most.count} trials at once do no more than one after another ({_together(most):,.0f} together)"
+    text = f"Train on one device ({_rate(alone):,.0f} examples/s){_not_faster(best)}"
+    text += f"; {most.count} trials at once do {_together(most)}" if most else ""
     return Advice("one", 1, f"{text}{why}.", numbers)
 
 
-def _not_faster(best: Point, alone: Point) -> str:
-    if best.devices == 1:
-        return ""
-    return f"; one training on {best.devices} does {_rate(best):,.0f} ({_rate(best) / _rate(alone):.2f} ×)"
+def _together(trials: Trials) -> str:
+    return f"{trials.examples_per_second or 0:,.0f} examples/s together, {_gain(trials):.2f} × one alone"
+
+
+def _not_faster(best: Point) -> str:
+    return f"; one training on {best.devices} is {_gain(best):.2f} × as fast" if best.devices > 1 else ""

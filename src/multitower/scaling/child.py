@@ -1,9 +1,10 @@
 """One configuration in a process of its own: a Trainer on the job's data, timed. Started by `study`.
 
-    argument: the configuration (JSON)  →  what it is (JSON)  →  a line on standard input  →  what came out (JSON)
+    argument: the configuration (JSON)  →  what it is (JSON)
+    a line on standard input            →  what came out of a round (JSON)      … until standard input is closed
 
-The wait in between lets trials side by side be timed at the same moment. Standard output is the channel; what the job
-prints goes to standard error.
+The waits in between let configurations take turns, and trials side by side be timed at the same moment. Standard output
+is the channel; what the job prints goes to standard error.
 """
 
 import json
@@ -28,7 +29,7 @@ from ..train import load_data
 from ..trainer import Trainer
 from .exchanges import meetings
 
-WINDOWS = 9
+WINDOWS = 3  # of a round, with the own input and without it each
 _WITHOUT_END = 1_000_000  # epochs, and steps of an epoch: a callback ends the training
 _RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes on macOS, KiB on Linux
 
@@ -41,7 +42,8 @@ def main() -> int:
     try:
         for answer in answers(json.loads(sys.argv[1])):
             print(json.dumps(answer), file=channel, flush=True)
-            sys.stdin.readline()
+            if not sys.stdin.readline():
+                break
     except Exception as error:
         message = " ".join(str(error).split())
         print(json.dumps({"error": type(error).__name__, "message": message[:500]}), file=channel, flush=True)
@@ -50,44 +52,55 @@ def main() -> int:
 
 
 def answers(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Make and warm up the training, then time it; see `study.configuration` for what is wanted."""
+    """Make and warm up the training, then time it, round after round; `study._Runner` says what is wanted."""
     names = devices(wanted["devices"])
     job = load_job(wanted["job"])
     check_job_params(job, wanted["params"])
     keras.utils.set_random_seed(wanted["seed"])
     data = Data(job, wanted["params"], wanted["batch_size"], wanted["times"])
     began = time.perf_counter()
-    trainer = Trainer(
-        make_model(job, wanted["params"]), names, placement=wanted["placement"], reduce=wanted["reduce"]
-    )
-    _fit(trainer, data.repeated, Windows(1, seconds=0))
+    trainer = Trainer(make_model(job, wanted["params"]), names, placement=wanted["placement"], reduce=wanted["reduce"])
+    warm_up = data.repeated | {"epochs": 1, "verbose": 0}
+    trainer.fit(**warm_up | {"steps_per_epoch": 1})
     first_step_seconds = time.perf_counter() - began
-    _fit(trainer, data.repeated, Windows(3, seconds=0))
-    yield {"names": names, "batch_size": data.batch_size, "first_step_seconds": first_step_seconds}
-
-    window_seconds = wanted["seconds"] / WINDOWS
-    own, removed = Windows(WINDOWS + 1, window_seconds), Windows(WINDOWS + 1, window_seconds)
-    _fit(trainer, data.own, own)
-    if wanted["remove_input"]:
-        _fit(trainer, data.repeated, removed)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
-    together = len(names) > 1
-    met, met_bytes = meetings(trainer.graphs[-1], -(-data.batch_size // len(names))) if together else (None, None)
+    trainer.fit(**warm_up | {"steps_per_epoch": 3})
+    shard_rows = -(-data.batch_size // len(names))
+    met, met_bytes = meetings(trainer.graphs[-1], shard_rows) if len(names) > 1 else (None, None)
     yield {
-        "rates": own.rates(data.batch_size),
-        "removed_rates": removed.rates(data.batch_size),
+        "names": names,
+        "placement_used": trainer.placement,
+        "reduce_used": trainer.reduce,
+        "batch_size": data.batch_size,
+        "first_step_seconds": first_step_seconds,
         "meetings": met,
         "meeting_bytes": met_bytes,
-        "peak_bytes": {**peak_memory_bytes(names), "process": resident},
     }
+    while True:
+        rates = {"rates": data.own, "removed_rates": data.repeated if wanted["remove_input"] else None}
+        yield {
+            **{name: _rates(trainer, data, arguments, wanted["seconds"]) for name, arguments in rates.items()},
+            "peak_bytes": {**peak_memory_bytes(names), "process": _resident_bytes()},
+        }
 
 
-def _fit(trainer: Trainer, arguments: dict[str, Any], windows: "Windows") -> None:
+def _rates(trainer: Trainer, data: "Data", arguments: dict[str, Any] | None, seconds: float) -> list[float]:
+    """Rows per second in the windows of a round; none where there are no arguments for fit."""
+    if arguments is None:
+        return []
+    windows = Windows(WINDOWS + 1, seconds / WINDOWS)
     trainer.fit(**arguments, epochs=_WITHOUT_END, callbacks=[windows], verbose=0)
+    return windows.rates(data.batch_size)[:WINDOWS]
+
+
+def _resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
 
 
 class Windows(keras.callbacks.Callback):
-    """Times stretches of training, and ends it after enough of them; what is between epochs is left out.
+    """Times stretches of training, and ends it after enough of them.
+
+    What is between epochs is left out, and so is the first execution of an epoch that has more: it waits for the
+    dataset to be set up again.
 
     Args:
         count: windows until the training ends.
@@ -98,30 +111,47 @@ class Windows(keras.callbacks.Callback):
         super().__init__()
         self._count, self._seconds = count, seconds
         self._done: list[tuple[int, float]] = []
-        self._steps, self._before, self._last_batch, self._start_seconds = 0, 0.0, -1, 0.0
+        self._steps, self._used = 0, 0.0  # of the window that is open
+        self._batches, self._first = 0, (0, 0.0)  # of the epoch; steps and seconds of its first execution
+        self._start_seconds = 0.0
 
     def rates(self, rows: int) -> list[float]:
         """Rows per second in each window; the first one, in which pipelines fill up, is left out."""
         return [steps * rows / seconds for steps, seconds in self._done[1:]]
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._last_batch, self._start_seconds = -1, time.perf_counter()
+        self._batches, self._start_seconds = 0, time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
-        self._steps += batch - self._last_batch
-        self._last_batch = batch
-        if self._before + time.perf_counter() - self._start_seconds < self._seconds:
+        steps, self._batches = batch + 1 - self._batches, batch + 1
+        if steps == self._batches:
+            self._first = steps, self._seconds_since(logs)
             return
-        for value in (logs or {}).values():
-            np.asarray(value)  # synchronises: a GPU may still be computing the step
-        now = time.perf_counter()
-        self._done.append((self._steps, self._before + now - self._start_seconds))
-        self._steps, self._before, self._start_seconds = 0, 0.0, now
-        if len(self._done) == self._count:
-            self.model.stop_training = True
+        self._steps += steps
+        if self._used + time.perf_counter() - self._start_seconds >= self._seconds:
+            self._used += self._seconds_since(logs)
+            self._close()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._before += time.perf_counter() - self._start_seconds
+        self._used += time.perf_counter() - self._start_seconds
+        if self._batches == self._first[0]:
+            self._steps, self._used = self._steps + self._first[0], self._used + self._first[1]
+        if self._steps and self._used >= self._seconds:
+            self._close()
+
+    def _seconds_since(self, logs):
+        """Seconds on the clock, which starts anew. Synchronises: a GPU may still be computing the step."""
+        for value in (logs or {}).values():
+            np.asarray(value)
+        now, start = time.perf_counter(), self._start_seconds
+        self._start_seconds = now
+        return now - start
+
+    def _close(self):
+        self._done.append((self._steps, self._used))
+        self._steps, self._used = 0, 0.0
+        if len(self._done) >= self._count and self.model is not None:
+            self.model.stop_training = True
 
 
 class Data:

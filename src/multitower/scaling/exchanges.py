@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from ..wiring import is_marker
+
 _COLLECTIVES = ("CollectiveReduceV2", "CollectiveGatherV2")
-_MARKERS = ("multitower_sum", "multitower_gather")  # of `wiring`: where towers meet by edges of the graph
 _SAME_NUMBERS = ("Reshape", "Pad", "PadV2", "Cast", "Identity", "ExpandDims", "EnsureShape")
 
 
@@ -32,8 +33,7 @@ def _nested(graph: Any) -> Iterator[Any]:
 
 
 def _is_meeting(kind: str, name: str) -> bool:
-    marker = kind == "PlaceholderWithDefault" and name.rsplit("/", 1)[-1].startswith(_MARKERS)
-    return marker or kind in _COLLECTIVES
+    return is_marker(kind, name) or kind in _COLLECTIVES
 
 
 def _bytes(tensor: Any, shard_rows: int) -> int:

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ class Point:
         scaling: "strong" (the global batch of one device, divided over N) or "weak" (N times as large).
         placement: what was asked of Trainer.
         reduce: what was asked of Trainer.
+        placement_used: what Trainer chose.
+        reduce_used: what Trainer chose; "none" for one device.
         batch_size: B, rows of the global batch.
         examples_per_second: with the job's own input.
         input_removed: with the same batch repeated from memory.
@@ -32,9 +33,10 @@ class Point:
         meetings: how often a tower meets the others in a step; None for one device.
         meeting_bytes: what one tower gives to these in a step.
         peak_bytes: most memory used, by device; "process" is resident memory of the whole process.
+        one_device: examples per second of one device; on CPU devices measured in turns with this configuration.
         speedup: examples per second / those of one device.
         efficiency: speedup / N.
-        of_bound: examples per second / those of N towers that never meet.
+        of_bound: speedup / that of N towers that never meet.
         error: what went wrong, None where nothing did.
     """
 
@@ -42,6 +44,8 @@ class Point:
     scaling: str
     placement: str
     reduce: str
+    placement_used: str | None = None
+    reduce_used: str | None = None
     batch_size: int | None = None
     examples_per_second: Spread | None = None
     input_removed: Spread | None = None
@@ -49,6 +53,7 @@ class Point:
     meetings: int | None = None
     meeting_bytes: int | None = None
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    one_device: Spread | None = None
     speedup: float | None = None
     efficiency: float | None = None
     of_bound: float | None = None
@@ -62,10 +67,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Trials:
-    """N trainings at once, each on one device in a process of its own; examples per second of all together."""
+    """N trainings at once, each on one device in a process of its own.
+
+    Attributes:
+        count: N.
+        examples_per_second: of all together; None where they failed.
+        speedup: that / examples per second of one training alone.
+        error: what went wrong.
+    """
 
     count: int
-    examples_per_second: float | None
+    examples_per_second: float | None = None
+    speedup: float | None = None
     error: str | None = None
 
 
@@ -119,16 +132,25 @@ class Scaling:
         rows = [("advice", self.advice.text), ("devices", f"{self.kind}, {self.cores} cores")]
         rows += [("note", note) for note in self.notes]
         for t in self.trials:
-            rate = f"{t.examples_per_second:,.0f} examples/s together" if t.examples_per_second else f"failed: {t.error}"
-            rows.append((f"{t.count} trials side by side", rate))
+            rate = f"{t.examples_per_second or 0:,.0f} examples/s together, {_short(t.speedup)} × one alone"
+            rows.append((f"{t.count} trials side by side", f"failed: {t.error}" if t.error else rate))
         failed = [p for p in self.points if p.error]
         rows += [(f"failed: {p.devices} × {p.scaling}, {p.placement}, {p.reduce}", str(p.error)) for p in failed]
         return [*rows, ("seconds", f"{self.seconds:.1f}")]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Head and rows of the configurations."""
-        head = ["N", "scaling", "placement", "reduce", "batch", "examples/s (quartiles)", "input removed", "speed-up"]
-        head += ["efficiency", "of bound", "meetings", "MB/step", "peak MiB", "first step s"]
+        head = [
+            "N",
+            "scaling",
+            "placement, reduce",
+            "batch",
+            "examples/s (quartiles)",
+            "no input",
+            "speed-up",
+            "efficiency",
+        ]
+        head += ["of bound", "meetings", "MB", "peak MiB", "first step s"]
         return head, [_row(p) for p in self.points if not p.error]
 
     def __str__(self) -> str:
@@ -144,8 +166,7 @@ def _row(p: Point) -> list[str]:
     return [
         str(p.devices),
         p.scaling,
-        p.placement,
-        p.reduce,
+        f"{_chosen(p.placement, p.placement_used)}, {_chosen(p.reduce, p.reduce_used)}",
         str(p.batch_size),
         f"{rate.median:,.0f} ({rate.low:,.0f}–{rate.high:,.0f})" if rate else "–",
         f"{removed.median:,.0f}" if removed else "–",
@@ -157,6 +178,10 @@ def _row(p: Point) -> list[str]:
         " + ".join(f"{b / 2**20:.0f}" for b in p.peak_bytes.values()),
         _short(p.first_step_seconds),
     ]
+
+
+def _chosen(asked: str, used: str | None) -> str:
+    return f"{asked}: {used}" if asked == "auto" and used else asked
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

@@ -3,7 +3,8 @@
     1 device → for each N, placement and reduce: strong scaling, weak scaling │ N towers that never meet │ N trials
 
 Processes of their own, as a process can split the CPU only once, and memory and first steps belong to a process. One
-works at a time, but for trials, which run at once. TensorFlow is not imported here.
+works at a time, but for trials, which run at once. On CPU devices one device takes turns with every configuration, as
+the speed of a shared machine drifts; on GPUs its memory is given back first. TensorFlow is not imported here.
 """
 
 import json
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,13 +23,14 @@ from typing import Any
 
 from .. import errors
 from ..errors import DeviceError, MultitowerError, TowerError
-from ..job import find_job
+from ..job import builtin_jobs, find_job
 from ..parameters import did_you_mean
 from .advice import advise
-from .report import Point, Scaling, Trials, spread
+from .report import Point, Scaling, Spread, Trials, spread
 
 PLACEMENTS = ("auto", "replicated", "shared", "independent")
 REDUCES = ("auto", "host", "gather", "ring", "nccl")
+_ROUNDS = 3
 _PATIENCE_SECONDS = 1800  # for one answer: a first step can take minutes
 _SHARED_CORES = (
     "these are logical CPU devices: they share {} cores, so N of them cannot be N times as fast as one; "
@@ -95,23 +97,22 @@ def measure(
     _check_names("reduce", reduce, REDUCES)
     if not seconds > 0:
         raise DeviceError(f"seconds={seconds!r}: expected more than 0")
+    file = find_job(job)
     common = {
-        "job": str(find_job(job)) if job.endswith(".py") else job,
+        "job": job if job in builtin_jobs() else str(file),
         "batch_size": batch_size,
         "params": dict(params or {}),
         "seed": seed,
-        "seconds": seconds,
+        "seconds": seconds / _ROUNDS,
     }
-    find_job(job)
-    run = _Runner(common, cpu, progress)
-    alone = run.point(Point(1, "strong", "auto", "auto"))
-    points = [alone, *(run.point_or_error(p) for p in plan(counts, placement, reduce))]
-    trials = [run.trials(n) for n in counts if n > 1]
-    points = compared(points)
-    kind, cores = run.kind, _cores()
-    advice = advise(points, trials, kind, cores)
-    notes = [_SHARED_CORES.format(cores)] if kind == "CPU" else []
-    return Scaling(find_job(job).stem, kind, cores, points, trials, advice, notes, time.perf_counter() - began)
+    with ExitStack() as stack:
+        run = _Runner(common, cpu, progress, stack)
+        points = [run.alone, *(run.point(p) for p in plan(counts, placement, reduce))]
+        trials = [run.trials(n) for n in counts if n > 1]
+    points, cores = compared(points), _cores()
+    notes = [_SHARED_CORES.format(cores)] if run.kind == "CPU" else []
+    advice = advise(points, trials, run.kind, cores)
+    return Scaling(file.stem, run.kind, cores, points, trials, advice, notes, time.perf_counter() - began)
 
 
 def parse_counts(devices: str | Sequence[int]) -> tuple[bool, list[int]]:
@@ -145,13 +146,12 @@ def plan(counts: Iterable[int], placement: Sequence[str], reduce: Sequence[str])
 
 def compared(points: Sequence[Point]) -> list[Point]:
     """The same with speed-up, efficiency and share of the upper bound, where these can be told."""
-    alone = next((p.rate for p in points if p.devices == 1 and p.rate), None)
-    bounds = {(p.devices, p.scaling): p.rate for p in points if p.placement == "independent"}
+    speedups = [p.rate / p.one_device.median if p.rate and p.one_device else None for p in points]
+    bounds = {(p.devices, p.scaling): s for p, s in zip(points, speedups, strict=True) if p.placement == "independent"}
     found = []
-    for p in points:
-        speedup = p.rate / alone if p.rate and alone else None
+    for p, speedup in zip(points, speedups, strict=True):
         bound = bounds.get((p.devices, p.scaling))
-        of_bound = p.rate / bound if p.rate and bound else None
+        of_bound = speedup / bound if speedup and bound else None
         found.append(replace(p, speedup=speedup, efficiency=speedup and speedup / p.devices, of_bound=of_bound))
     return found
 
@@ -161,54 +161,89 @@ def _cores() -> int:
 
 
 class _Runner:
-    """Runs configurations; `kind` is that of the device of the first one."""
+    """Runs configurations.
 
-    def __init__(self, common: dict[str, Any], cpu: bool, progress: Callable[[str], None]):
+    Attributes:
+        kind: that of the device of the first one, "CPU" or "GPU".
+        alone: the point of one device.
+    """
+
+    def __init__(self, common: dict[str, Any], cpu: bool, progress: Callable[[str], None], stack: ExitStack):
         self._common, self._cpu, self._progress = common, cpu, progress
+        self._one: _Child | None = None  # the process of one device, where it takes turns with others
+        self._one_rate: Spread | None = None
         self.kind = "CPU"
+        self.alone = self._measure_alone(stack)
 
-    def point(self, point: Point) -> Point:
-        """The point with its numbers.
+    def _measure_alone(self, stack: ExitStack) -> Point:
+        """The point of one device.
 
         Raises:
             MultitowerError: of the kind it was in the process of the configuration, if it was ours.
         """
+        point = Point(1, "strong", "auto", "auto")
+        own = stack.enter_context(ExitStack())
         try:
-            return self._measured(point)
+            child = own.enter_context(_Child(self._wanted(point)))
+            point = self._measured(point, child)
         except _ChildError as error:
             ours = getattr(errors, error.name, None)
             if isinstance(ours, type) and issubclass(ours, MultitowerError):
                 raise ours(error.message) from None
             raise TowerError(f"the job cannot be trained on one device: {error}") from None
+        self.kind = child.ready["names"][0][:3]
+        if self.kind == "CPU":
+            self._one = child
+        else:
+            own.close()
+        self._one_rate = point.examples_per_second
+        return replace(point, one_device=self._one_rate)
 
-    def point_or_error(self, point: Point) -> Point:
+    def point(self, point: Point) -> Point:
         """The point with its numbers, or with why there are none."""
         try:
-            return self._measured(point)
+            with _Child(self._wanted(point)) as child:
+                return self._measured(point, child)
         except _ChildError as error:
             return replace(point, error=str(error))
 
-    def _measured(self, point: Point) -> Point:
+    def _wanted(self, point: Point) -> dict[str, Any]:
         self._progress(f"{point.devices} × {point.scaling}, placement {point.placement}, reduce {point.reduce}")
-        times = point.devices if point.scaling == "weak" else 1
-        devices = f"cpu:{point.devices}" if self._cpu else point.devices
-        wanted = {"devices": devices, "times": times, "placement": point.placement, "reduce": point.reduce}
-        with _Child({**self._common, **wanted, "remove_input": point.placement != "independent"}) as child:
-            ready = child.answer()
-            child.go_on()
-            found = child.answer()
-        self.kind = ready["names"][0][:3]
-        removed = found["removed_rates"]
+        return self._common | {
+            "devices": f"cpu:{point.devices}" if self._cpu else point.devices,
+            "times": point.devices if point.scaling == "weak" else 1,
+            "placement": point.placement,
+            "reduce": point.reduce,
+            "remove_input": point.placement != "independent",
+        }
+
+    def _measured(self, point: Point, child: "_Child") -> Point:
+        child.start()
+        rounds, one = self._rounds([child])
+        removed = [rate for found in rounds[0] for rate in found["removed_rates"]]
+        told = ("placement_used", "reduce_used", "batch_size", "first_step_seconds", "meetings", "meeting_bytes")
         return replace(
             point,
-            batch_size=ready["batch_size"],
-            first_step_seconds=ready["first_step_seconds"],
-            examples_per_second=spread(found["rates"]),
+            **{name: child.ready[name] for name in told},
+            examples_per_second=_spread_of(rounds[0]),
             input_removed=spread(removed) if removed else None,
-            meetings=found["meetings"],
-            meeting_bytes=found["meeting_bytes"],
-            peak_bytes=found["peak_bytes"],
+            peak_bytes=rounds[0][-1]["peak_bytes"],
+            one_device=one,
         )
+
+    def _rounds(self, children: Sequence["_Child"]) -> tuple[list[list[dict[str, Any]]], Spread | None]:
+        """What came out of every round of each of the children, which run at once, and of one device in between."""
+        found: list[list[dict[str, Any]]] = [[] for _ in children]
+        one: list[dict[str, Any]] = []
+        for _ in range(_ROUNDS):
+            for child in children:
+                child.go_on()
+            for child, own in zip(children, found, strict=True):
+                own.append(child.answer())
+            if self._one:
+                self._one.go_on()
+                one.append(self._one.answer())
+        return found, _spread_of(one) if one else self._one_rate
 
     def trials(self, count: int) -> Trials:
         """As many trainings at once, each on a device of its own; logical CPU devices are all the same CPU."""
@@ -217,23 +252,31 @@ class _Runner:
         wanted = {"times": 1, "placement": "auto", "reduce": "auto", "remove_input": False}
         try:
             with ExitStack() as stack:
-                children = [
-                    stack.enter_context(_Child({**self._common, **wanted, "devices": names})) for names in devices
-                ]
-                for step in (_Child.answer, _Child.go_on):
-                    for child in children:
-                        step(child)
-                rates = [spread(child.answer()["rates"]).median for child in children]
+                made = [_Child(self._common | wanted | {"devices": names}) for names in devices]
+                children = [stack.enter_context(child) for child in made]
+                for child in children:
+                    child.start()
+                rounds, one = self._rounds(children)
         except _ChildError as error:
-            return Trials(count, None, str(error))
-        return Trials(count, sum(rates))
+            return Trials(count, error=str(error))
+        together = sum(_spread_of(own).median for own in rounds)
+        return Trials(count, together, together / one.median if one else None)
+
+
+def _spread_of(rounds: Iterable[dict[str, Any]]) -> Spread:
+    return spread([rate for found in rounds for rate in found["rates"]])
 
 
 class _Child:
-    """The process of a configuration, see `child`; ended by `with`."""
+    """The process of a configuration, see `child`; ended by `with`.
+
+    Attributes:
+        ready: its first answer.
+    """
 
     def __init__(self, wanted: dict[str, Any]):
-        self._errors = tempfile.TemporaryFile("w+")
+        self.ready: dict[str, Any] = {}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by __exit__
         package = str(Path(errors.__file__).parents[1])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
@@ -253,9 +296,14 @@ class _Child:
         self._process.communicate()
         self._errors.close()
 
+    def start(self) -> None:
+        """Wait until it is ready."""
+        self.ready = self.answer()
+
     def go_on(self) -> None:
-        """Let it take the measurement that it is ready for."""
-        print(file=self._process.stdin, flush=True)
+        """Let it run a round."""
+        with suppress(BrokenPipeError):  # it has ended: its answer says why
+            print(file=self._process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
         """Its next answer. Synchronises with the process.
@@ -263,8 +311,9 @@ class _Child:
         Raises:
             _ChildError: the answer is an error, or there is none.
         """
-        ready, _, _ = select.select([self._process.stdout], [], [], _PATIENCE_SECONDS)
-        line = self._process.stdout.readline() if ready and self._process.stdout else ""
+        answers: Any = self._process.stdout  # a pipe, as asked for
+        ready, _, _ = select.select([answers], [], [], _PATIENCE_SECONDS)
+        line = answers.readline() if ready else ""
         if not line:
             raise _ChildError(*self._last_words(bool(ready)))
         answer = json.loads(line)
