@@ -31,6 +31,7 @@ LAYERS = [
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
+    [f"scaling.{m}" for m in ("exchanges", "report", "advice", "plot", "child", "study", "__init__")],
     ["start", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
@@ -129,4 +130,5 @@ def test_the_file_tree_in_the_readme_is_complete():
     tree = (ROOT / "README.md").read_text().split("src/multitower/")[-1]
     listed = set(re.findall(r"^  (\w+)\.py ", tree, re.MULTILINE))
     assert "  verification/ " in tree
+    assert "  scaling/ " in tree
     assert listed == {m for m in MODULES if "." not in m and m != "__init__"}

@@ -58,7 +58,9 @@ def _gain(measured: Point | Trials) -> float:
 
 
 def _input_gain(point: Point) -> float:
-    return point.input_removed.median / _rate(point) if point.input_removed else 1.0
+    """What the training gains without its input; 1 where that is within what the measurements vary by."""
+    own, removed = point.examples_per_second, point.input_removed
+    return removed.median / own.median if own and removed and removed.low > own.high else 1.0
 
 
 def _fix_input(point: Point, numbers: dict[str, float]) -> Advice:
