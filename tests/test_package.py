@@ -24,7 +24,7 @@ LAYERS = [
     ["exchange", "reduce", "norm"],
     ["placement", "batches", "hooks", "parts"],
     ["towers"],
-    ["trainer"],
+    ["ahead", "trainer"],
     ["jobs.__init__", "jobs.digits", "job", "train"],
     [
         f"verification.{m}"
