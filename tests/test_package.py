@@ -31,7 +31,7 @@ LAYERS = [
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
-    [f"scaling.{m}" for m in ("exchanges", "report", "advice", "plot", "child", "study", "__init__")],
+    [f"scaling.{m}" for m in ("exchanges", "report", "advice", "plot", "child", "process", "study", "__init__")],
     ["start", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]

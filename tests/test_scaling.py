@@ -283,7 +283,7 @@ class FakeChild:
     def start(self):
         error = self.broken(self.wanted)
         if error:
-            raise study._ChildError(*error)
+            raise study.ChildError(*error)
         told = ("placement_used", "reduce_used", "first_step_seconds", "meetings", "meeting_bytes")
         batch_size = 64 * self.wanted["times"]
         self.ready = dict.fromkeys(told) | {"names": [f"{self.kind}:0"], "batch_size": batch_size}
@@ -300,7 +300,7 @@ class FakeChild:
 @pytest.fixture
 def processes(monkeypatch):
     """The class of made-up processes, which stand in for the real ones."""
-    monkeypatch.setattr(study, "_Child", FakeChild)
+    monkeypatch.setattr(study, "Child", FakeChild)
     monkeypatch.setattr(FakeChild, "most", 3)
     yield FakeChild
     assert FakeChild.alive == 0

@@ -7,18 +7,12 @@ works at a time, but for trials, which run at once. On CPU devices one device ta
 the speed of a shared machine drifts; on GPUs its memory is given back first. TensorFlow is not imported here.
 """
 
-import json
 import os
-import select
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from .. import errors
@@ -26,24 +20,16 @@ from ..errors import DeviceError, MultitowerError, TowerError
 from ..job import builtin_jobs, find_job
 from ..parameters import did_you_mean
 from .advice import advise
+from .process import Child, ChildError
 from .report import Point, Scaling, Spread, Trials, spread
 
 PLACEMENTS = ("auto", "replicated", "shared", "independent")
 REDUCES = ("auto", "host", "gather", "ring", "nccl")
 _ROUNDS = 3
-_PATIENCE_SECONDS = 1800  # for one answer: a first step can take minutes
 _SHARED_CORES = (
     "these are logical CPU devices: they share {} cores, so N of them cannot be N times as fast as one; "
     "what shows is what towers cost, not what more devices would give"
 )
-
-
-class _ChildError(Exception):
-    """A configuration that failed: the name of the error in its process, and its message."""
-
-    def __init__(self, name: str, message: str):
-        super().__init__(f"{name}: {message}")
-        self.name, self.message = name, message
 
 
 def measure(
@@ -170,7 +156,7 @@ class _Runner:
 
     def __init__(self, common: dict[str, Any], cpu: bool, progress: Callable[[str], None], stack: ExitStack):
         self._common, self._cpu, self._progress = common, cpu, progress
-        self._one: _Child | None = None  # the process of one device, where it takes turns with others
+        self._one: Child | None = None  # the process of one device, where it takes turns with others
         self._one_rate: Spread | None = None
         self.kind = "CPU"
         self.alone = self._measure_alone(stack)
@@ -184,9 +170,9 @@ class _Runner:
         point = Point(1, "strong", "auto", "auto")
         own = stack.enter_context(ExitStack())
         try:
-            child = own.enter_context(_Child(self._wanted(point)))
+            child = own.enter_context(Child(self._wanted(point)))
             point = self._measured(point, child)
-        except _ChildError as error:
+        except ChildError as error:
             ours = getattr(errors, error.name, None)
             if isinstance(ours, type) and issubclass(ours, MultitowerError):
                 raise ours(error.message) from None
@@ -202,9 +188,9 @@ class _Runner:
     def point(self, point: Point) -> Point:
         """The point with its numbers, or with why there are none."""
         try:
-            with _Child(self._wanted(point)) as child:
+            with Child(self._wanted(point)) as child:
                 return self._measured(point, child)
-        except _ChildError as error:
+        except ChildError as error:
             return replace(point, error=str(error))
 
     def _wanted(self, point: Point) -> dict[str, Any]:
@@ -217,7 +203,7 @@ class _Runner:
             "remove_input": point.placement != "independent",
         }
 
-    def _measured(self, point: Point, child: "_Child") -> Point:
+    def _measured(self, point: Point, child: "Child") -> Point:
         child.start()
         rounds, one = self._rounds([child])
         removed = [rate for found in rounds[0] for rate in found["removed_rates"]]
@@ -231,7 +217,7 @@ class _Runner:
             one_device=one,
         )
 
-    def _rounds(self, children: Sequence["_Child"]) -> tuple[list[list[dict[str, Any]]], Spread | None]:
+    def _rounds(self, children: Sequence["Child"]) -> tuple[list[list[dict[str, Any]]], Spread | None]:
         """What came out of every round of each of the children, which run at once, and of one device in between."""
         found: list[list[dict[str, Any]]] = [[] for _ in children]
         one: list[dict[str, Any]] = []
@@ -252,12 +238,12 @@ class _Runner:
         wanted = {"times": 1, "placement": "auto", "reduce": "auto", "remove_input": False}
         try:
             with ExitStack() as stack:
-                made = [_Child(self._common | wanted | {"devices": names}) for names in devices]
+                made = [Child(self._common | wanted | {"devices": names}) for names in devices]
                 children = [stack.enter_context(child) for child in made]
                 for child in children:
                     child.start()
                 rounds, one = self._rounds(children)
-        except _ChildError as error:
+        except ChildError as error:
             return Trials(count, error=str(error))
         together = sum(_spread_of(own).median for own in rounds)
         return Trials(count, together, together / one.median if one else None)
@@ -265,66 +251,3 @@ class _Runner:
 
 def _spread_of(rounds: Iterable[dict[str, Any]]) -> Spread:
     return spread([rate for found in rounds for rate in found["rates"]])
-
-
-class _Child:
-    """The process of a configuration, see `child`; ended by `with`.
-
-    Attributes:
-        ready: its first answer.
-    """
-
-    def __init__(self, wanted: dict[str, Any]):
-        self.ready: dict[str, Any] = {}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by __exit__
-        package = str(Path(errors.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "multitower.scaling.child", json.dumps(wanted)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path},
-        )
-
-    def __enter__(self) -> "_Child":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-
-    def start(self) -> None:
-        """Wait until it is ready."""
-        self.ready = self.answer()
-
-    def go_on(self) -> None:
-        """Let it run a round."""
-        with suppress(BrokenPipeError):  # it has ended: its answer says why
-            print(file=self._process.stdin, flush=True)
-
-    def answer(self) -> dict[str, Any]:
-        """Its next answer. Synchronises with the process.
-
-        Raises:
-            _ChildError: the answer is an error, or there is none.
-        """
-        answers: Any = self._process.stdout  # a pipe, as asked for
-        ready, _, _ = select.select([answers], [], [], _PATIENCE_SECONDS)
-        line = answers.readline() if ready else ""
-        if not line:
-            raise _ChildError(*self._last_words(bool(ready)))
-        answer = json.loads(line)
-        if "error" in answer:
-            raise _ChildError(answer["error"], answer["message"])
-        return answer
-
-    def _last_words(self, ended: bool) -> tuple[str, str]:
-        if not ended:
-            return "TimeoutError", f"no answer within {_PATIENCE_SECONDS} s"
-        code = self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines() or [""]
-        return "ended", f"the process ended with code {code}; {lines[-1][:300]}"
