@@ -66,6 +66,12 @@ def last_json(stdout):
     return json.loads(stdout.splitlines()[-1], parse_constant=pytest.fail)
 
 
+CALLBACKS = """
+def make_callbacks():
+    return [keras.callbacks.LambdaCallback(on_train_begin=lambda logs: print("the job's callback"))]
+"""
+
+
 # Help and version
 
 
@@ -83,7 +89,17 @@ def test_help_does_not_import_tensorflow(arguments):
 def test_help_names_commands_and_options(run):
     assert all(word in run("--help")[1] for word in ("train", "env", "--debug", "--version"))
     text = run("train", "--help")[1]
-    options = ["--devices", "--epochs", "--batch-size", "--set", "--run-dir", "--seed", "--json", "--debug"]
+    options = [
+        "--devices",
+        "--epochs",
+        "--batch-size",
+        "--set",
+        "--run-dir",
+        "--scale-lr",
+        "--seed",
+        "--json",
+        "--debug",
+    ]
     assert all(option in text for option in options)
     assert "accuracy and loss are those of the validation data" in " ".join(text.split())
 
@@ -140,6 +156,31 @@ def test_train_writes_model_history_and_report(digits_run):
     assert len(rows) == 1
     assert rows[0].keys() == {"epoch", "accuracy", "loss", "val_accuracy", "val_loss"}
     assert float(rows[0]["val_loss"]) == pytest.approx(report["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 2), ("sqrt", 2**0.5)])
+def test_scale_lr_follows_the_global_batch_and_is_printed(run, job, rule, factor):
+    job.write_text(JOB + CALLBACKS)
+    code, out, err = run(
+        "train", job, "--devices", "cpu:2", "--epochs", 1, "--batch-size", 8, "--scale-lr", rule, "--json"
+    )
+    assert (code, err) == (0, "")
+    assert "the job's callback" in out
+    assert f"that of the job × {factor:.4g} (--scale-lr {rule})" in out
+    report = last_json(out)
+    assert (report["scale_lr"], report["lr_factor"]) == (rule, factor)
+    model = keras.models.load_model(report["model"])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1 * factor)
+
+
+def test_rate_that_cannot_be_scaled_and_rule_that_is_none(run, job):
+    job.write_text(JOB.replace("SGD(lr)", "SGD(lambda: lr)"))
+    code, _, err = run("train", job, "--devices", "cpu:2", "--batch-size", 8, "--scale-lr", "sqrt")
+    assert code == 2
+    assert "the learning rate of SGD is function; only a number or a Keras LearningRateSchedule can be scaled" in err
+    code, _, err = run("train", job, "--scale-lr", "half")
+    assert code == 2
+    assert "'half' is not one of 'none', 'linear', 'sqrt'" in err
 
 
 def test_plain_keras_loads_the_model_without_multitower(digits_run):

@@ -21,11 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.eager import context as eager  # to forge GPUs: tf.config keeps no state of its own
 
+from multitower.device_spec import FORMS, Count, parse
 from multitower.errors import DeviceError
 
 # `multitower.device` is the module, `multitower.devices` the function
 mod = importlib.import_module("multitower.device")
-devices, parse, Count = mod.devices, mod.parse, mod.Count
+devices = mod.devices
 
 CPUS = [f"CPU:{i}" for i in range(8)]
 Logical = tf.config.LogicalDeviceConfiguration
@@ -69,9 +70,6 @@ no_gpu = pytest.mark.skipif(HAS_GPU, reason="asks for what a machine without GPU
 )
 def test_parse(spec, wish):
     assert parse(spec) == wish
-
-
-FORMS = mod._FORMS
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 
 from multitower.errors import JobError
-from multitower.job import builtin_jobs, check_job_params, find_job, load_job, make_data, make_model
+from multitower.job import (
+    builtin_jobs,
+    check_job_params,
+    find_job,
+    load_job,
+    make_callbacks,
+    make_data,
+    make_model,
+    with_batch_size,
+)
 from multitower.jobs import digits
 from multitower.parameters import parse_params
 
@@ -134,6 +143,61 @@ def test_file_that_raises_on_import_names_its_own_error_and_line(job_file, sourc
 def test_constants_are_counts(job_file, value):
     message = error_of(load_job, job_file(MODEL, DATA, f"BATCH_SIZE = {value}"))
     assert f"BATCH_SIZE = {value}; expected an integer of at least 1" in message
+
+
+def test_rows_of_a_tower_make_the_global_batch(job_file):
+    job = load_job(job_file(MODEL, DATA, "BATCH_SIZE_PER_TOWER = 5"))
+    assert [job.global_batch(towers) for towers in (1, 3)] == [5, 15]
+    assert [load_job(job_file(MODEL, DATA, "BATCH_SIZE = 5")).global_batch(towers) for towers in (1, 3)] == [5, 5]
+    message = error_of(load_job, job_file(MODEL, DATA, "BATCH_SIZE_PER_TOWER = 5\nBATCH_SIZE = 6"))
+    assert "has BATCH_SIZE and BATCH_SIZE_PER_TOWER; expected one of them" in message
+    assert "BATCH_SIZE_PER_TOWER = 0; expected an integer" in error_of(
+        load_job, job_file(MODEL, DATA, "BATCH_SIZE_PER_TOWER = 0")
+    )
+
+
+def test_functions_that_ask_for_the_batch_size_get_what_is_said_of_it(job_file):
+    """The command line before the user's parameters before the job; a job that says nothing keeps its own default."""
+    silent, of_all, of_one = (
+        load_job(job_file(MODEL, DATA, constant)) for constant in ("", "BATCH_SIZE = 5", "BATCH_SIZE_PER_TOWER = 5")
+    )
+    assert with_batch_size(silent, {"lr": 1}, 3, None) == {"lr": 1}
+    assert with_batch_size(silent, {}, 3, 7) == {"batch_size": 7}
+    assert with_batch_size(of_all, {}, 3, None) == {"batch_size": 5}
+    assert with_batch_size(of_one, {}, 3, None) == {"batch_size": 15}
+    assert with_batch_size(of_one, {"batch_size": 9}, 3, None) == {"batch_size": 9}
+    assert with_batch_size(of_one, {"batch_size": 9}, 3, 7) == {"batch_size": 7}
+
+
+# Callbacks
+
+
+def test_callbacks_of_a_job_are_made_with_its_parameters(job_file):
+    callbacks = "def make_callbacks(patience=1):\n    return [keras.callbacks.EarlyStopping(patience=patience)]"
+    job = load_job(job_file(MODEL, DATA, callbacks))
+    check_job_params(job, {"patience": 3, "lr": 0.1})
+    assert [c.patience for c in make_callbacks(job, {"patience": 3, "lr": 0.1})] == [3]
+    assert make_callbacks(load_job(job_file(MODEL, DATA)), {}) == []
+    assert "build_model and load_data and make_callbacks accept: lr, rows, patience" in error_of(
+        check_job_params, job, {"x": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("make_callbacks = 3", "make_callbacks = 3; expected a function"),
+        (
+            "def make_callbacks():\n    return None",
+            "make_callbacks returned NoneType; expected a list of keras.callbacks",
+        ),
+        ("def make_callbacks():\n    return [print]", "make_callbacks returned a list of 1; expected a list of keras"),
+        ("def make_callbacks():\n    raise ValueError('no')", "make_callbacks raised ValueError: no ("),
+    ],
+)
+def test_callbacks_that_are_none(job_file, source, told):
+    path = job_file(MODEL, DATA, source)
+    assert told in error_of(lambda: make_callbacks(load_job(path), {}))
 
 
 # Parameters

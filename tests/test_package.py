@@ -19,19 +19,37 @@ MODULES = sorted(str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".") fo
 
 # A module imports modules of layers below its own, or of its own that stand before it.
 LAYERS = [
-    ["errors", "upstream", "device", "parameters", "throughput"],
+    ["errors", "upstream", "device_spec", "device", "parameters", "throughput"],
+    ["schedule", "cifar10_files", "pictures", "volume_files"],
     ["tower", "nested", "wiring", "collectives", "moments"],
     ["exchange", "reduce", "norm"],
     ["placement", "batches", "hooks", "parts"],
     ["towers"],
     ["ahead", "trainer"],
-    ["jobs.__init__", "jobs.digits", "job", "train"],
+    ["jobs.__init__", "jobs.digits", "jobs.cifar10", "jobs.volumes", "job", "train"],
     [
         f"verification.{m}"
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
     [f"scaling.{m}" for m in ("exchanges", "report", "advice", "plot", "child", "process", "study", "__init__")],
+    [
+        f"trials.{m}"
+        for m in (
+            "guard",
+            "space",
+            "early",
+            "readout",
+            "snapshot",
+            "store",
+            "gpus",
+            "lease",
+            "slots",
+            "process",
+            "study",
+        )
+    ],
+    [f"trials.{m}" for m in ("machine", "ray_cluster", "runner", "results", "picture", "live", "search", "__init__")],
     ["start", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
@@ -88,6 +106,11 @@ def test_every_exported_name_exists_and_is_documented():
         _ = mt.replicates
 
 
+def test_public_modules_are_loaded_by_their_names():
+    assert mt.__getattr__("schedule").staircase is mt.schedule.staircase
+    assert "schedule" in dir(mt)
+
+
 def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     for module in MODULES:
         importlib.import_module(f"multitower.{module}".removesuffix(".__init__"))
@@ -95,7 +118,9 @@ def test_exported_names_are_not_hidden_by_modules_of_the_same_name():
     assert callable(mt.devices)
 
 
-@pytest.mark.parametrize("module", ["towers", "trainer", "norm", "reduce", "verification.verifier"])
+@pytest.mark.parametrize(
+    "module", ["towers", "trainer", "norm", "reduce", "schedule", "verification.verifier", "trials"]
+)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"multitower.{module}"))
     assert result.attempted
@@ -131,4 +156,5 @@ def test_the_file_tree_in_the_readme_is_complete():
     listed = set(re.findall(r"^  (\w+)\.py ", tree, re.MULTILINE))
     assert "  verification/ " in tree
     assert "  scaling/ " in tree
+    assert "  trials/ " in tree
     assert listed == {m for m in MODULES if "." not in m and m != "__init__"}

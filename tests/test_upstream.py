@@ -74,6 +74,16 @@ def test_compile_makes_a_new_loss_tracker():
     assert upstream.made_by_compile(model) is not first
 
 
+def test_an_optimizer_keeps_its_learning_rate_where_we_look():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    assert upstream.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
+    rate = upstream.learning_rate_of(keras.optimizers.SGD(0.25))
+    assert isinstance(rate, keras.Variable)
+    assert float(rate.numpy()) == 0.25
+    callback = upstream.learning_rate_of(keras.optimizers.SGD(lambda: 0.5))
+    assert callback() == 0.5
+
+
 def test_autograph_converts_methods():
     class Sign:
         def of(self, x):

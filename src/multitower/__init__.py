@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import schedule as schedule
+    from . import trials as trials
     from .device import devices
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
@@ -49,8 +51,13 @@ __all__ = [
 ]
 
 
+_MODULES = ("schedule", "trials")  # public as modules: multitower.schedule.staircase
+
+
 def __getattr__(name):
     """Load a public name when it is first used: `multitower --help` must not wait for TensorFlow."""
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _EXPORTS:
         raise AttributeError(f"module 'multitower' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
@@ -59,4 +66,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,8 +1,8 @@
-"""The command line: `multitower train | verify | measure | env`. Thin: read arguments, call one function, print.
+"""The command line: `multitower train | verify | measure | trials | env`. Thin: arguments, one function, printing.
 
 Exit codes: 0; 1 where training failed; 2 where an argument, a job or a device is wrong; 130 after Ctrl-C; those of
-verify: 0 equal, 1 not equal, 2 could not run. An error is one line on stderr. TensorFlow is imported inside the
-commands, so that `--help` is immediate.
+verify: 0 equal, 1 not equal, 2 could not run; of trials: see its help. An error is one line on stderr. TensorFlow is
+imported inside the commands, so that `--help` is immediate.
 """
 
 import json
@@ -95,15 +95,22 @@ _seed = click.option(
 @_batch_size
 @_settings
 @click.option("--run-dir", metavar="DIR", help="New or empty directory to write to; by default runs/JOB-DATE-TIME.")
+@click.option(
+    "--scale-lr",
+    type=click.Choice(["none", "linear", "sqrt"]),
+    default="none",
+    show_default=True,
+    help="How the learning rate follows the global batch: times B/B₀ or its root, B₀ being the job's own rows.",
+)
 @_seed
 @_json
 @_debug
-def train(job, devices, epochs, batch_size, settings, run_dir, seed, as_json) -> None:
+def train(job, devices, epochs, batch_size, settings, run_dir, scale_lr, seed, as_json) -> None:
     """Train JOB on towers, report, and save the model.
 
     JOB is a built-in job (digits, the default) or a Python file with build_model(**params), which returns a compiled
     keras.Model, and load_data(**params), which returns (train, validation): tf.data.Datasets of batches or tuples of
-    arrays (x, y).
+    arrays (x, y); make_callbacks(**params), which returns Keras callbacks, may be there too.
 
     In the report of --json, accuracy and loss are those of the validation data; metrics has all of both.
     """
@@ -115,7 +122,7 @@ def train(job, devices, epochs, batch_size, settings, run_dir, seed, as_json) ->
     start_tensorflow()
     from .train import run
 
-    report = run(job, devices, epochs, batch_size, params, run_dir, seed)
+    report = run(job, devices, epochs, batch_size, params, run_dir, seed, scale_lr)
     _print_table("multitower train", _train_rows(report))
     if as_json:
         click.echo(report.as_json())
@@ -130,6 +137,7 @@ def _train_rows(report: Any) -> list[tuple[str, str]]:
         ("devices", ", ".join(report.devices)),
         ("towers", str(report.towers)),
         ("rows per tower", f"{' + '.join(map(str, report.rows_per_tower))} of a batch of {report.batch_size}"),
+        ("learning rate", f"that of the job × {report.lr_factor:.4g} (--scale-lr {report.scale_lr})"),
         ("seconds", f"{report.seconds:.1f} in all; epochs: {report.epochs}"),
         ("model", report.model),
         ("logs", report.logs),
@@ -241,6 +249,77 @@ def measure(job, devices, placement, reduce, batch_size, seconds, plot_file, set
         plot(scaling, plot_file)
     if as_json:
         click.echo(scaling.as_json())
+
+
+class _WithCommand(click.Command):
+    """A command that takes the words after `--` as a command of the user's, apart from its own arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta["multitower.command"], args = args[at + 1 :], args[:at]
+        return super().parse_args(ctx, args)
+
+
+@cli.command(cls=_WithCommand, options_metavar="[OPTIONS]", epilog="Instead of JOB: -- COMMAND … {NAME} …")
+@click.argument("job", required=False)
+@click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUES", help="lr=0.1,0.01 or lr=log:1e-4..1e-1; can be repeated."
+)
+@click.option("--devices", metavar="SPEC", help='One trial on each: all, 4, "gpu:0,2" or "cpu:4"; by default all GPUs.')
+@click.option(
+    "--random", type=click.IntRange(min=1), metavar="N", help="Draw N settings; by default every combination."
+)
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=1, metavar="K", help="Trials of each setting, of K seeds."
+)
+@click.option("--metric", metavar="NAME", help="Compared by; val_loss by default.")
+@click.option("--mode", type=click.Choice(["min", "max"]), help="Which metric is best, where its name does not tell.")
+@click.option("--halving", type=click.IntRange(min=2), metavar="ETA", help="Successive halving: one in ETA goes on.")
+@click.option("--early-stop", is_flag=True, help="End trials that are worse than the median of the others.")
+@click.option("--min-steps", type=click.IntRange(min=1), default=1, metavar="N", help="Epochs before a trial is ended.")
+@click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes of a job over its training data.")
+@_batch_size
+@_seed
+@click.option("--per-device", type=click.IntRange(min=1), default=1, metavar="N", help="Trials at once on each device.")
+@click.option("--share", is_flag=True, help="Use GPUs that others use, too.")
+@click.option(
+    "--hang-seconds", type=click.FloatRange(min=0, min_open=True), default=3600.0, show_default=True, metavar="S",
+    help="A trial that writes nothing for so long has failed.",
+)  # fmt: skip
+@click.option("--run-dir", metavar="DIR", help="Directory of the study; by default runs/trials-JOB-DATE-TIME.")
+@click.option("--resume", is_flag=True, help="Go on with the study in --run-dir; all else may be left out.")
+@click.option("--retry-failed", is_flag=True, help="With --resume: start failed trials again.")
+@click.option("--ray", metavar="ADDRESS", help="Run on a Ray cluster: auto, HOST:PORT or ray://HOST:PORT.")
+@_json
+@_debug
+@click.pass_context
+def trials(ctx, job, settings, as_json, **options) -> int:
+    """Search parameters: a trial for each setting, one per device at a time, each in a process of its own.
+
+    JOB is as in `multitower train`. A command after -- has {NAME} where the value of a parameter is to stand, and
+    prints its metric as a line of JSON: {"val_loss": 0.2}.
+
+    Ctrl-C once: running trials end, no other is started; twice: running trials are ended. Exit code 0: every trial is
+    done or was ended early; 1: some failed; 2: could not run; 3 and 130: Ctrl-C once and twice. --resume goes on.
+    """
+    from .trials import run
+    from .trials.live import watch_terminal
+    from .trials.space import parse_space
+
+    command = ctx.meta.get("multitower.command")
+    if command is None and job is None and not options["resume"]:
+        job = "digits"
+    if command is not None and (job or not command):
+        raise click.UsageError("give one of JOB and, after --, a command" if job else "there is no command after --")
+    watch = watch_terminal(sys.stdout, options["metric"], options["epochs"])
+    report = run(command or job, parse_space(settings), watch=watch, **options)
+    head, rows = report.table()
+    _print_table("multitower trials", rows, head)
+    click.echo(f"files: {report.directory}, results: {report.database}, picture: {report.picture or 'none'}")
+    if as_json:
+        click.echo(report.as_json())
+    return report.exit_code
 
 
 @cli.command()

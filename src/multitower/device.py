@@ -7,48 +7,24 @@ Nothing here starts TensorFlow's runtime. Logical devices are counted from the c
 tf.config.list_logical_devices() would start it, and a started runtime can no longer split the CPU or let memory grow.
 """
 
-import difflib
 import importlib.metadata
 import os
 import platform
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import tensorflow as tf
 
+from .device_spec import Amount, Named, Spec, parse, short_name, spec_error
 from .errors import DeviceError
 
 __all__ = ["devices"]
 
-_NAME = re.compile(r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([cg]pu):([0-9]{1,9})", re.IGNORECASE)
-_FORMS = 'None, "all", a number, "gpu", "gpu:0,2", "cpu", "cpu:4" or a list of names such as ["GPU:0", "GPU:1"]'
 _FORCE_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 # How many logical devices multitower itself split the CPU into, 0 where it did not: a split of the user's stays.
 _own_split = 0
-
-
-class Named(Protocol):
-    """Anything with a device's name, such as a tf.config.LogicalDevice."""
-
-    @property
-    def name(self) -> str: ...
-
-
-Spec = str | int | Named | Sequence[str | Named] | None
-Amount = int | Literal["all"]
-
-
-@dataclass(frozen=True)
-class Count:
-    """How many devices: `gpus` GPUs if that is not 0 and there are any, or if `cpus` is 0; else `cpus` logical CPUs."""
-
-    gpus: Amount
-    cpus: Amount
 
 
 def devices(spec: Spec = None) -> list[str]:
@@ -97,7 +73,7 @@ def physical_gpu_count(names: Sequence[str | Named]) -> int:
         DeviceError: a name that is none, or a device that does not exist.
     """
     gpus = _logical("GPU")
-    short = _existing(tuple(_short_name(name, names) for name in names), names)
+    short = _existing(tuple(short_name(name, names) for name in names), names)
     return len({gpus[_index(name)][0] for name in short if name.startswith("GPU")})
 
 
@@ -143,101 +119,6 @@ def describe(spec: Spec = None) -> dict[str, Any]:
     }
 
 
-# What was asked for: functions of the specification alone
-
-
-def parse(spec: Spec) -> Count | tuple[str, ...]:
-    """How many devices, or the short names of certain ones, a specification asks for. Looks at no machine.
-
-    Raises:
-        DeviceError: not one of the forms `devices` documents, none at all, or a device twice.
-    """
-    if spec is None:
-        return Count("all", 1)
-    if isinstance(spec, str):
-        return _parse_text(spec)
-    if hasattr(spec, "name"):  # asked before tuple, as a LogicalDevice is one too
-        return (_short_name(spec, spec),)
-    if isinstance(spec, list | tuple):
-        return _distinct([_short_name(item, spec) for item in spec], spec)
-    if isinstance(spec, Integral) and not isinstance(spec, bool):  # numpy's integers too; True is a mistake, not 1
-        return _number(int(spec), spec)
-    raise _error(spec, _FORMS, "give one of these")
-
-
-def _parse_text(text: str) -> Count | tuple[str, ...]:
-    kind, colon, rest = text.strip().lower().partition(":")
-    words = {"all": Count("all", "all"), "gpu": Count("all", 0), "cpu": Count(0, 1)}
-    if not colon and kind in words:
-        return words[kind]
-    if not colon and re.fullmatch(r"-?[0-9]{1,9}", kind):  # the command line has text only
-        return _number(int(kind), text)
-    if colon and kind == "cpu":
-        return Count(0, _cpu_count(rest, text))
-    if colon and kind == "gpu":
-        return _gpu_names(rest, text)
-    if kind.startswith("/"):
-        return (_short_name(text, text),)
-    raise _error(text, _FORMS, _suggestion(text.lower()))
-
-
-def _cpu_count(rest: str, text: str) -> Amount:
-    if not re.fullmatch(r"\s*-?[0-9]{1,9}", rest):
-        expected = 'the number of logical CPU devices after "cpu:"'
-        raise _error(text, expected, 'name single ones in a list, such as ["CPU:0", "CPU:1"]')
-    return _number(int(rest), text).cpus
-
-
-def _gpu_names(rest: str, text: str) -> tuple[str, ...]:
-    indices = [part.strip().removeprefix("gpu:") for part in rest.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,9}", index) for index in indices):
-        raise _error(text, 'indices of GPUs after "gpu:", such as "gpu:0,2"', 'all GPUs are "gpu"')
-    return _distinct([f"GPU:{int(index)}" for index in indices], text)
-
-
-def _number(n: int, spec: Spec) -> Count:
-    if n < 1:
-        raise _error(spec, "at least 1 device", 'the device with index 0 is ["GPU:0"] or ["CPU:0"], in a list')
-    return Count(n, n)
-
-
-def _distinct(names: list[str], spec: Spec) -> tuple[str, ...]:
-    if not names:
-        raise _error(spec, "at least 1 device", "give None to have the devices chosen")
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
-        raise _error(spec, "a different device for each tower", f"name {twice[0]} once")
-    if len({name[:3] for name in names}) > 1:  # TensorFlow's collectives take devices of one kind
-        raise _error(spec, "devices of one kind", "name only GPUs or only CPUs")
-    return tuple(names)
-
-
-def _short_name(item: object, spec: object) -> str:
-    name = item if isinstance(item, str) else getattr(item, "name", item)
-    match = _NAME.fullmatch(name.strip()) if isinstance(name, str) else None
-    if match:
-        return f"{match[1].upper()}:{int(match[2])}"
-    of_cluster = isinstance(name, str) and name.startswith("/job:")
-    fault = "is not a device of this process" if of_cluster else "is no name of a device"
-    raise _error(spec, 'names such as "GPU:0" or "/device:CPU:1"', f"{_shown(name)} {fault}")
-
-
-def _suggestion(text: str) -> str:
-    word, numbers = re.sub(r"[^a-z].*", "", text, flags=re.DOTALL), re.sub(r"^[^0-9]*|[^0-9,]", "", text)
-    near = ["gpu"] if word == "cuda" else difflib.get_close_matches(word, ["gpu", "cpu", "all"], n=1)
-    tail = f":{numbers}" if numbers and near != ["all"] else ""
-    return f'did you mean "{near[0]}{tail}"?' if near else "give one of these"
-
-
-def _error(spec: object, expected: str, fix: str) -> DeviceError:
-    return DeviceError(f"devices={_shown(spec)}: expected {expected}; {fix}")
-
-
-def _shown(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
 # What there is: tf.config
 
 
@@ -263,7 +144,7 @@ def _existing(names: tuple[str, ...], spec: object) -> list[str]:
         if _index(name) >= there:
             expected = f"{kind} indices from 0 to {there - 1}" if there > 1 else f"{kind}:0, the only {kind} device"
             more = f'call multitower.devices("cpu:{_index(name) + 1}") before any tensor or model is created'
-            raise _error(
+            raise spec_error(
                 spec, expected, more if kind == "CPU" else f"give {there} for the first {there}, or count from 0"
             )
     return list(names)
@@ -271,7 +152,7 @@ def _existing(names: tuple[str, ...], spec: object) -> list[str]:
 
 def _no_gpu(spec: object) -> DeviceError:
     fix = 'give "cpu:2" for towers on the CPU, or look for the missing GPU with nvidia-smi and `multitower env`'
-    return _error(spec, "a GPU that TensorFlow sees, and it sees none", fix)
+    return spec_error(spec, "a GPU that TensorFlow sees, and it sees none", fix)
 
 
 def _first_gpus(n: Amount, spec: Spec) -> list[str]:
@@ -279,7 +160,9 @@ def _first_gpus(n: Amount, spec: Spec) -> list[str]:
     if not there:
         raise _no_gpu(spec)
     if n != "all" and n > there:
-        raise _error(spec, f"at most {there}, the number of GPUs", f'give "gpu" for all, "cpu:{n}" for logical CPUs')
+        raise spec_error(
+            spec, f"at most {there}, the number of GPUs", f'give "gpu" for all, "cpu:{n}" for logical CPUs'
+        )
     return [f"GPU:{i}" for i in range(there if n == "all" else n)]
 
 
@@ -298,12 +181,12 @@ def _split_cpu(n: int, there: int, spec: Spec) -> None:
     at_most = f"at most {there} logical CPU device{'s' if there > 1 else ''}"
     if split is not None and len(split) != _own_split:
         why = "the number tf.config.set_logical_device_configuration was called with"
-        raise _error(spec, f"{at_most}, {why}", f"call it with {n}, or not at all")
+        raise spec_error(spec, f"{at_most}, {why}", f"call it with {n}, or not at all")
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
     except RuntimeError as error:  # raised where the runtime has started, as the new configuration differs
         fix = f'call multitower.devices("cpu:{n}") before any tensor or model is created, or use the command line'
-        raise _error(spec, f"{at_most}, as TensorFlow has already started with {there}", fix) from error
+        raise spec_error(spec, f"{at_most}, as TensorFlow has already started with {there}", fix) from error
     _own_split = n
     _keep_memory_growth()
 

@@ -5,6 +5,7 @@
     ├── ModelError    (ValueError)    a model that cannot be trained on towers as it is
     ├── BatchError    (ValueError)    a batch that cannot be split over towers
     ├── JobError      (ValueError)    a job, its parameters or its run directory
+    ├── ScheduleError (ValueError)    a learning rate that cannot be made or scaled as asked
     └── TowerError    (RuntimeError)  a step that failed inside a tower
 
 Each message says what was received, what was expected and how to fix it, on one line. Errors of Keras and
@@ -30,6 +31,10 @@ class BatchError(MultitowerError, ValueError):
 
 class JobError(MultitowerError, ValueError):
     """A job file, a job parameter or a run directory is unusable."""
+
+
+class ScheduleError(MultitowerError, ValueError):
+    """A learning rate cannot be made or scaled as asked."""
 
 
 class TowerError(MultitowerError, RuntimeError):

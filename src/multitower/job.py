@@ -2,7 +2,12 @@
 
     build_model(**params) -> a compiled keras.Model
     load_data(**params)   -> (train, validation), each a tf.data.Dataset of batches or a tuple of arrays (x, y)
+    make_callbacks(**params) -> Keras callbacks for `fit`; optional
     EPOCHS, BATCH_SIZE       optional: the defaults of `multitower train`
+    BATCH_SIZE_PER_TOWER     optional, in place of BATCH_SIZE: the global batch is N times as large
+
+A function with a parameter `batch_size` gets B, the rows of the global batch, where the command line or the job says
+it: for the batches of a dataset, or a schedule that counts examples.
 
 A job is a user's file, loaded under a module name of its own so that two files of one name do not meet, or a built-in:
 any module of the package `multitower.jobs`, so that there is no list to keep. Loading stands here rather than in
@@ -41,7 +46,11 @@ class Job:
         build_model: the module's function; `make_model` calls it with checks.
         load_data: the module's function; `make_data` calls it with checks.
         epochs: the module's EPOCHS, else 1.
-        batch_size: rows of the global batch: the module's BATCH_SIZE, else 32 as in Keras.
+        batch_size: rows of the global batch: the module's BATCH_SIZE, else 32 as in Keras. With BATCH_SIZE_PER_TOWER
+            those of one tower.
+        make_callbacks: the module's function, None where it has none; `make_callbacks` calls it with checks.
+        says_batch_size: whether the module has one of the two constants.
+        per_tower: whether it is BATCH_SIZE_PER_TOWER.
     """
 
     name: str
@@ -50,6 +59,13 @@ class Job:
     load_data: Callable[..., Any]
     epochs: int = 1
     batch_size: int = 32
+    make_callbacks: Callable[..., Any] | None = None
+    says_batch_size: bool = False
+    per_tower: bool = False
+
+    def global_batch(self, towers: int) -> int:
+        """B on N towers where the command line says nothing."""
+        return self.batch_size * (towers if self.per_tower else 1)
 
 
 def builtin_jobs() -> list[str]:
@@ -92,9 +108,22 @@ def load_job(name_or_path: str) -> Job:
             f"job {path} has no function {' and no '.join(missing)}; a job defines build_model(**params) "
             "-> compiled keras.Model and load_data(**params) -> (train, validation)"
         )
-    constants = {"epochs": _count(module, "EPOCHS"), "batch_size": _count(module, "BATCH_SIZE")}
-    given = {name: value for name, value in constants.items() if value is not None}
+    callbacks = getattr(module, "make_callbacks", None)
+    if callbacks is not None and not callable(callbacks):
+        raise JobError(f"job {path}: make_callbacks = {callbacks!r}; expected a function")
+    given: dict[str, Any] = {"make_callbacks": callbacks, **_batch_size(module)}
+    epochs = _count(module, "EPOCHS")
+    if epochs:
+        given["epochs"] = epochs
     return Job(path.stem, path, module.build_model, module.load_data, **given)
+
+
+def _batch_size(module: ModuleType) -> dict[str, Any]:
+    of_all, of_one = (_count(module, name) for name in ("BATCH_SIZE", "BATCH_SIZE_PER_TOWER"))
+    if of_all and of_one:
+        raise JobError(f"job {module.__file__} has BATCH_SIZE and BATCH_SIZE_PER_TOWER; expected one of them")
+    rows = of_all or of_one
+    return {"batch_size": rows, "says_batch_size": True, "per_tower": bool(of_one)} if rows else {}
 
 
 def _count(module: ModuleType, constant: str) -> int | None:
@@ -139,15 +168,29 @@ def _told(error: BaseException, path: Path) -> str:
 
 
 def check_job_params(job: Job, params: Mapping[str, Any]) -> None:
-    """Refuse parameters that neither function accepts, and the lack of a required one.
+    """Refuse parameters that no function accepts, and the lack of a required one.
 
     Raises:
         JobError: with the names that are accepted.
     """
     try:
-        check_params([job.build_model, job.load_data], params)
+        check_params([f for f in (job.build_model, job.load_data, job.make_callbacks) if f], params)
     except JobError as error:
         raise JobError(f"job {job.name}: {error}") from None
+
+
+def with_batch_size(job: Job, params: Mapping[str, Any], towers: int, batch_size: int | None) -> dict[str, Any]:
+    """The parameters, with B as `batch_size` where the command line, the user or the job says how many rows it has.
+
+    Args:
+        job: the job.
+        params: those of the user.
+        towers: N.
+        batch_size: of the command line, or None.
+    """
+    if batch_size:
+        return {**params, "batch_size": batch_size}
+    return {"batch_size": job.global_batch(towers), **params} if job.says_batch_size else dict(params)
 
 
 def _call(job: Job, function: Callable[..., Any], params: Mapping[str, Any]) -> Any:
@@ -176,6 +219,22 @@ def make_model(job: Job, params: Mapping[str, Any]) -> "keras.Model":
     else:
         return model
     raise JobError(f"job {job.name}: build_model returned {problem}")
+
+
+def make_callbacks(job: Job, params: Mapping[str, Any]) -> "list[keras.callbacks.Callback]":
+    """Call `make_callbacks` with those of the parameters that it accepts; no callbacks where the job has none.
+
+    Raises:
+        JobError: it raises, or returns something other than a list of Keras callbacks.
+    """
+    import keras
+
+    made = _call(job, job.make_callbacks, params) if job.make_callbacks else []
+    if not isinstance(made, list | tuple) or not all(isinstance(c, keras.callbacks.Callback) for c in made):
+        raise JobError(
+            f"job {job.name}: make_callbacks returned {_kind(made)}; expected a list of keras.callbacks.Callback"
+        )
+    return list(made)
 
 
 def make_data(job: Job, params: Mapping[str, Any]) -> tuple[Any, Any]:

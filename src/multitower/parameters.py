@@ -28,11 +28,12 @@ def parse_params(settings: Iterable[str]) -> dict[str, Any]:
             raise JobError(f"parameter {setting!r}; expected NAME=VALUE, such as lr=0.01")
         if name in params:
             raise JobError(f"parameter {name} is given twice; give it once")
-        params[name] = _literal(text)
+        params[name] = literal(text)
     return params
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
+    """The value of a Python literal; any other text is its own value."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -20,7 +20,7 @@ from functools import cache
 import tensorflow as tf
 
 from . import upstream
-from .device import parse
+from .device_spec import parse
 from .errors import DeviceError, ModelError
 from .wiring import Binding
 

@@ -20,8 +20,18 @@ import tensorflow as tf
 
 from .device import devices as choose_devices
 from .errors import JobError
-from .job import Job, check_job_params, find_job, load_job, make_data, make_model
+from .job import (
+    Job,
+    check_job_params,
+    find_job,
+    load_job,
+    make_callbacks,
+    make_data,
+    make_model,
+    with_batch_size,
+)
 from .parameters import accepts
+from .schedule import scale_learning_rate, scaling_factor
 from .throughput import Throughput, rows_by_step
 from .trainer import Trainer
 
@@ -40,6 +50,8 @@ class Report:
         towers: N.
         batch_size: B, rows of the global batch.
         rows_per_tower: rows of each tower in a full batch.
+        scale_lr: the rule by which the job's learning rate was scaled for B: "none", "linear" or "sqrt".
+        lr_factor: by how much it was multiplied.
         epochs: epochs trained.
         seconds: of the whole run, start to saved model.
         seed: of Keras' global random state.
@@ -58,6 +70,8 @@ class Report:
     towers: int
     batch_size: int
     rows_per_tower: list[int]
+    scale_lr: str
+    lr_factor: float
     epochs: int
     seconds: float
     seed: int
@@ -87,6 +101,7 @@ def run(
     params: Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
     seed: int = 0,
+    scale_lr: str = "none",
 ) -> Report:
     """Train a job and save model, history and report in a new run directory.
 
@@ -98,6 +113,8 @@ def run(
         params: parameters of the job's two functions.
         run_dir: where to write, new or empty; None for `runs/JOB-DATE-TIME`.
         seed: of Keras' global random state, set before data and model are made.
+        scale_lr: "none", "linear" or "sqrt": how the learning rate follows the global batch, from the job's own number
+            of rows (`multitower.schedule.scaling_factor`).
 
     Raises:
         MultitowerError: job, parameters, devices, data or run directory are unusable; training has not begun.
@@ -110,13 +127,17 @@ def run(
     loaded, given = load_job(job), dict(params or {})
     check_job_params(loaded, given)
     keras.utils.set_random_seed(seed)
-    train, validation = load_data(loaded, given, batch_size)
-    trainer = Trainer(make_model(loaded, given), devices=names)
+    used = with_batch_size(loaded, given, len(names), batch_size)
+    train, validation = load_data(loaded, used, batch_size)
+    batch_size = rows if isinstance(rows := used.get("batch_size"), int) else loaded.batch_size
+    factor = scaling_factor(scale_lr, batch_size, loaded.batch_size)
+    trainer = Trainer(_make_scaled(loaded, used, factor), devices=names)
+    callbacks = make_callbacks(loaded, used)
     model, logs = directory / "model.keras", directory / "logs"
     _make(logs)
     with _in_run_dir(directory):
-        batch_size = batch_size or loaded.batch_size
-        speed, trained = _fit(trainer, train, validation, batch_size, epochs or loaded.epochs, logs / "history.csv")
+        epochs = epochs or loaded.epochs
+        speed, trained = _fit(trainer, train, validation, batch_size, epochs, logs / "history.csv", callbacks)
         metrics = {
             name: trainer.evaluate(**_arguments(part, batch_size), verbose=0, return_dict=True)
             for name, part in (("train", train), ("validation", validation))
@@ -132,6 +153,8 @@ def run(
             towers=len(trainer.devices),
             batch_size=speed.batch_size or batch_size,
             rows_per_tower=_shares(speed.batch_size or batch_size, len(trainer.devices)),
+            scale_lr=scale_lr,
+            lr_factor=factor,
             epochs=trained,
             seconds=time.perf_counter() - start_seconds,
             seed=seed,
@@ -142,6 +165,14 @@ def run(
         )
         (logs / "report.json").write_text(report.as_json() + "\n", encoding="utf-8")
     return report
+
+
+def _make_scaled(job: Job, params: Mapping[str, Any], factor: float) -> keras.Model:
+    """The job's model, its learning rate times a factor."""
+    model = make_model(job, params)
+    if factor != 1:
+        scale_learning_rate(model.optimizer, factor)
+    return model
 
 
 def _free_run_dir(run_dir: str | Path | None, job: str) -> Path:
@@ -190,7 +221,15 @@ def load_data(job: Job, params: Mapping[str, Any], batch_size: int | None) -> tu
     return train, validation
 
 
-def _fit(trainer: Trainer, train: Any, validation: Any, batch_size: int, epochs: int, history: Path):
+def _fit(
+    trainer: Trainer,
+    train: Any,
+    validation: Any,
+    batch_size: int,
+    epochs: int,
+    history: Path,
+    callbacks: list[keras.callbacks.Callback],
+):
     """Train; the clock of the rows per second, and the number of epochs."""
     if isinstance(train, tf.data.Dataset):
         speed = Throughput()
@@ -204,7 +243,7 @@ def _fit(trainer: Trainer, train: Any, validation: Any, batch_size: int, epochs:
             validation_data=tuple(validation) if isinstance(validation, list) else validation,
             epochs=epochs,
             shuffle=not isinstance(train, tf.data.Dataset),  # Keras warns otherwise: a dataset shuffles itself
-            callbacks=[speed, table],
+            callbacks=[speed, table, *callbacks],
             verbose=1 if sys.stdout.isatty() else 2,
         )
     finally:

@@ -62,6 +62,14 @@ def made_by_compile(model):
     return model._loss_tracker
 
 
+def learning_rate_of(optimizer):
+    """What an optimizer was given as its learning rate (`_learning_rate`): a Variable, a schedule or a callable.
+
+    The public `learning_rate` is the number a schedule gives for the next step, not the schedule.
+    """
+    return optimizer._learning_rate
+
+
 def _eager() -> Any:
     return context.context()
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 from ..batches import row_count
 from ..device import devices, peak_memory_bytes
 from ..errors import BatchError
-from ..job import Job, check_job_params, load_job, make_model
+from ..job import Job, check_job_params, load_job, make_model, with_batch_size
 from ..train import load_data
 from ..trainer import Trainer
 from .exchanges import meetings
@@ -59,7 +59,7 @@ def answers(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
     keras.utils.set_random_seed(wanted["seed"])
     data = Data(job, wanted["params"], wanted["batch_size"], wanted["times"])
     began = time.perf_counter()
-    trainer = Trainer(make_model(job, wanted["params"]), names, placement=wanted["placement"], reduce=wanted["reduce"])
+    trainer = Trainer(make_model(job, data.params), names, placement=wanted["placement"], reduce=wanted["reduce"])
     warm_up = data.repeated | {"epochs": 1, "verbose": 0}
     trainer.fit(**warm_up | {"steps_per_epoch": 1})
     first_step_seconds = time.perf_counter() - began
@@ -165,6 +165,7 @@ class Data:
 
     Attributes:
         batch_size: B.
+        params: parameters of the job's functions, with B where it is told.
         own: arguments of fit for the data as the job gives them; batches of fewer rows are left out.
         repeated: arguments of fit for the first batch, from memory.
 
@@ -174,8 +175,10 @@ class Data:
     """
 
     def __init__(self, job: Job, params: dict[str, Any], batch_size: int | None, times: int):
-        asked = (batch_size or job.batch_size) * times
-        train, _ = load_data(job, params, asked if batch_size or times > 1 else None)
+        asked = (batch_size or params.get("batch_size") or job.batch_size) * times
+        explicit = asked if batch_size or times > 1 else None
+        self.params = with_batch_size(job, params, 1, explicit)
+        train, _ = load_data(job, self.params, explicit)
         if isinstance(train, tf.data.Dataset):
             first = next(iter(train))
             self.batch_size = int(_rows(first))

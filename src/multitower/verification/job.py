@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from ..device import devices as choose_devices
-from ..job import check_job_params, load_job, make_model
+from ..job import check_job_params, load_job, make_model, with_batch_size
 from ..train import load_data
 from .report import Report
 from .verifier import verify
@@ -39,9 +39,10 @@ def verify_job(
     loaded, given = load_job(job), dict(params or {})
     check_job_params(loaded, given)
     keras.utils.set_random_seed(seed)
-    train, _ = load_data(loaded, given, batch_size)
-    batch = _first(train, batch_size or loaded.batch_size)
-    return verify(functools.partial(make_model, loaded, given), batch, names, steps=steps, seed=seed)
+    used = with_batch_size(loaded, given, len(names), batch_size)
+    train, _ = load_data(loaded, used, batch_size)
+    batch = _first(train, batch_size or loaded.global_batch(len(names)))
+    return verify(functools.partial(make_model, loaded, used), batch, names, steps=steps, seed=seed)
 
 
 def _first(train: Any, batch_size: int) -> Any:
