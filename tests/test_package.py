@@ -32,6 +32,7 @@ LAYERS = [
         for m in ("inventory", "row_batches", "model_copy", "twins", "rounding", "experiment", "forward")
     ],
     [f"verification.{m}" for m in ("diagnosis", "comparison", "report", "verifier", "__init__", "job")],
+    [f"scaling.{m}" for m in ("exchanges", "report", "advice", "plot", "child", "process", "study", "__init__")],
     [
         f"trials.{m}"
         for m in (
@@ -161,6 +162,7 @@ def test_the_file_tree_in_the_readme_is_complete():
     tree = (ROOT / "README.md").read_text().split("src/multitower/")[-1]
     listed = set(re.findall(r"^  (\w+)\.py ", tree, re.MULTILINE))
     assert "  verification/ " in tree
+    assert "  scaling/ " in tree
     assert "  trials/ " in tree
     assert all(f"  {package}/ " in tree for package in ("verification", "timeline"))
     assert listed == {m for m in MODULES if "." not in m and m != "__init__"}

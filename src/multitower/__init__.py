@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
     from .reduce import average_gradients
+    from .scaling import measure
     from .timeline import Timeline, TraceSteps, trace
     from .tower import rows, tower_count, tower_index
     from .towers import replicate
@@ -27,6 +28,7 @@ _EXPORTS = {
     "all_reduce": "exchange",
     "average_gradients": "reduce",
     "devices": "device",
+    "measure": "scaling",
     "replicate": "towers",
     "rows": "tower",
     "tower_count": "tower",
@@ -45,6 +47,7 @@ __all__ = [
     "all_reduce",
     "average_gradients",
     "devices",
+    "measure",
     "replicate",
     "rows",
     "tower_count",

@@ -1,4 +1,4 @@
-"""The command line: `multitower train | verify | trace | trials | env`. Thin: reads arguments, calls a function, prints.
+"""The command line: `multitower train | verify | measure | trace | trials | env`. Thin: arguments, a function, printing.
 
 Exit codes: 0; 1 where training failed; 2 where an argument, a job or a device is wrong; 130 after Ctrl-C; those of
 verify: 0 equal, 1 not equal, 2 could not run; of trials: see its help. An error is one line on stderr. TensorFlow is
@@ -183,6 +183,72 @@ def verify(job, devices, steps, batch_size, settings, seed, as_json) -> int:
     if as_json:
         click.echo(report.as_json())
     return report.exit_code
+
+
+def _listed(ctx: click.Context, _: click.Parameter, value: str) -> list[str]:
+    return [part.strip() for part in value.split(",")]
+
+
+@cli.command()
+@click.argument("job", default="digits")
+@click.option(
+    "--devices",
+    default="1,2,4",
+    show_default=True,
+    metavar="N,…",
+    help="Numbers of devices, GPUs where there are any; cpu:1,2,4 for logical CPU devices.",
+)
+@click.option(
+    "--placement", default="auto", show_default=True, metavar="NAME,…", callback=_listed, help="Placements of Trainer."
+)
+@click.option(
+    "--reduce", default="auto", show_default=True, metavar="NAME,…", callback=_listed, help="Ways to reduce of Trainer."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), metavar="B", help="Rows of the batch on one device.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Of each measurement, without start and first step.",
+)
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw the result as a PNG; needs matplotlib.")
+@_settings
+@_seed
+@_json
+@_debug
+def measure(job, devices, placement, reduce, batch_size, seconds, plot_file, settings, seed, as_json) -> None:
+    """Measure what more devices give for JOB, and say whether they pay.
+
+    The same global batch divided over N devices (strong scaling) and one N times as large (weak), against one device
+    and against N towers that never meet; N trainings side by side; and the training without its input. Each
+    configuration in a process of its own; one that fails is reported, and the others go on. JOB is as in
+    `multitower train`.
+    """
+    from .parameters import parse_params
+    from .scaling.plot import check_plot, plot
+    from .scaling.study import measure
+
+    if plot_file:
+        check_plot(plot_file)
+    scaling = measure(
+        job,
+        devices,
+        placement=placement,
+        reduce=reduce,
+        batch_size=batch_size,
+        params=parse_params(settings),
+        seed=seed,
+        seconds=seconds,
+        progress=lambda text: click.echo(f"measuring {text}", err=True) if sys.stderr.isatty() else None,
+    )
+    _print_table("multitower measure", scaling.summary())
+    head, rows = scaling.table()
+    _print_table("", rows, head)
+    if plot_file:
+        plot(scaling, plot_file)
+    if as_json:
+        click.echo(scaling.as_json())
 
 
 class _WithCommand(click.Command):

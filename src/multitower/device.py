@@ -78,6 +78,12 @@ def physical_gpu_count(names: Sequence[str | Named]) -> int:
     return len({gpus[_index(name)][0] for name in short if name.startswith("GPU")})
 
 
+def peak_memory_bytes(names: Sequence[str]) -> dict[str, int]:
+    """The most memory TensorFlow has had allocated on each GPU among the devices; it tells nothing of CPUs."""
+    gpus = [name for name in names if name.startswith("GPU")]
+    return {name: int(tf.config.experimental.get_memory_info(name)["peak"]) for name in gpus}
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """While this is open, GPUs compute float32 in float32, not in TensorFloat-32, whose error depends on the kernel."""

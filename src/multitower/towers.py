@@ -246,6 +246,11 @@ class TowerStep:
         """tf.Variables that any trace of the step uses."""
         return list({id(v): v for p in self._programs for v in p.variables}.values())
 
+    @property
+    def graphs(self):
+        """The graph of one tower, for each trace; towers meet where it has `wiring`'s markers or collectives."""
+        return [p.concrete.graph for p in self._programs]
+
     def program(self, args, kwargs=None):
         """The trace that serves batches like this one; made if there is none.
 

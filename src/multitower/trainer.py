@@ -143,6 +143,11 @@ class Trainer:
         functions = self._functions or {}
         return {name.replace("function", "step"): f.towers.traces for name, f in functions.items()}
 
+    @property
+    def graphs(self):
+        """The graphs of train_step as it was traced for one tower, a list of tf.Graphs."""
+        return self._trained.graphs
+
     @_as_in_keras
     def fit(self, *args, **kwargs):
         arguments = _prefetched(_arguments(self.model.fit, args, kwargs), ("x", "validation_data"))

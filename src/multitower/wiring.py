@@ -36,6 +36,11 @@ def gather_marker(x):
     return tf.compat.v1.placeholder_with_default(x, [None, *x.shape[1:]], _GATHER)
 
 
+def is_marker(kind, name):
+    """Whether an operation of this type and name in the trace is one of the two markers."""
+    return kind == _MARKER and name.rsplit("/", 1)[-1].startswith((_SUM, _GATHER))
+
+
 @dataclass(frozen=True)
 class Binding:
     """What is different from tower to tower.
@@ -148,7 +153,7 @@ class _Towers:
 
     def _copy(self, node, tower):
         """Add a tower's copy of a node; what the copy needs, as (tower, name of a node or an argument)."""
-        if node.op == _MARKER and node.name.rsplit("/", 1)[-1].startswith((_SUM, _GATHER)):
+        if is_marker(node.op, node.name):
             return self._copy_marker(node, tower)
         copied = self.wired.node_def.add()
         copied.CopyFrom(self._without_names(node))
