@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import checkpoint
     from .device import devices
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
@@ -21,6 +22,7 @@ _EXPORTS = {
     "all_gather": "exchange",
     "all_reduce": "exchange",
     "average_gradients": "reduce",
+    "checkpoint": "",
     "devices": "device",
     "replicate": "towers",
     "rows": "tower",
@@ -36,6 +38,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "average_gradients",
+    "checkpoint",
     "devices",
     "replicate",
     "rows",
@@ -50,6 +53,8 @@ def __getattr__(name):
     """Load a public name when it is first used: `multitower --help` must not wait for TensorFlow."""
     if name not in _EXPORTS:
         raise AttributeError(f"module 'multitower' has no attribute {name!r}")
+    if not _EXPORTS[name]:  # a module is a public name itself
+        return importlib.import_module(f".{name}", __name__)
     value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
     globals()[name] = value
     return value

@@ -5,6 +5,8 @@
     ├── ModelError    (ValueError)    a model that cannot be trained on towers as it is
     ├── BatchError    (ValueError)    a batch that cannot be split over towers
     ├── JobError      (ValueError)    a job, its parameters or its run directory
+    ├── CheckpointError (ValueError)  a checkpoint that is not there, is damaged or is of another model
+    ├── Stopped       (RuntimeError)  training that a signal stopped, after its state was saved
     └── TowerError    (RuntimeError)  a step that failed inside a tower
 
 Each message says what was received, what was expected and how to fix it, on one line. Errors of Keras and
@@ -30,6 +32,14 @@ class BatchError(MultitowerError, ValueError):
 
 class JobError(MultitowerError, ValueError):
     """A job file, a job parameter or a run directory is unusable."""
+
+
+class CheckpointError(MultitowerError, ValueError):
+    """A checkpoint or its directory is unusable: none there, damaged, of another model, locked by another run."""
+
+
+class Stopped(MultitowerError, RuntimeError):
+    """Training ended early because a signal asked for it, and its state was saved; it is no failure."""
 
 
 class TowerError(MultitowerError, RuntimeError):

@@ -11,6 +11,8 @@ import functools
 import inspect
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,6 +20,7 @@ import tensorflow as tf
 from . import batches, upstream
 from .device import devices as resolve_devices
 from .errors import BatchError, ModelError
+from .gradient_norms import recording
 from .parts import model_in_parts
 from .placement import replicas
 from .tower import Weighting
@@ -51,6 +54,7 @@ class Trainer:
         loss_over: "batch": the loss and the metrics are those of the outputs of all towers, whatever they compute;
             "shard": those of the tower's own rows, weighted by rows, for outputs too large to gather (segmentation).
             Then exact only where the loss is a mean over rows of equal size and the states of metrics are sums.
+        evaluate_on: "all": evaluate, validation and predict run on all towers; "one": they are those of the plain model.
 
     Raises:
         DeviceError: the devices do not exist.
@@ -66,7 +70,8 @@ class Trainer:
         dict_keys(['loss'])
     """
 
-    def __init__(self, model, devices=None, *, batch_norm="global", micro_batches=1, loss_over="batch"):
+    def __init__(self, model, devices=None, *, batch_norm="global", micro_batches=1, loss_over="batch", evaluate_on="all"):
+        _check_option("evaluate_on", evaluate_on, ("all", "one"))
         _check_option("batch_norm", batch_norm, ("global", "tower"))
         _check_option("loss_over", loss_over, ("batch", "shard"))
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
@@ -81,13 +86,21 @@ class Trainer:
         self._batch_norm = batch_norm
         self._micro_batches = micro_batches
         self._loss_over = loss_over
+        self._evaluate_on = evaluate_on
         self._functions: dict[str, _Loop | _Predict] = {}
         self._compiled = None
+        self._start: _Start | None = None
+        self._norms = None
 
     @property
     def devices(self):
         """Device names in tower order."""
         return list(self._devices)
+
+    @property
+    def placement(self):
+        """Where variables live."""
+        return "replicated"
 
     @property
     def traces(self):
@@ -99,8 +112,11 @@ class Trainer:
     def fit(self, *args, **kwargs):
         arguments = _arguments(self.model.fit, args, kwargs)
         arguments["callbacks"] = _with_refresh(arguments.get("callbacks"), self)
-        with self._on_towers():
-            return self.model.fit(**arguments)
+        try:
+            with self._on_towers():
+                return self.model.fit(**arguments)
+        finally:
+            self._start = None
 
     @_as_in_keras
     def evaluate(self, *args, **kwargs):
@@ -144,6 +160,32 @@ class Trainer:
         variables = [v for f in self._functions.values() for v in f.towers.variables]
         replicas(self._devices).refresh_all({id(v): v for v in variables}.values())
 
+    def start_at(self, epoch, batch):
+        """Have the next `fit` pass over the first `batch` batches of epoch number `epoch`, if it trains that epoch.
+
+        They are taken from the data and not trained, and the metrics of the epoch go on from what they are now: see
+        `multitower.checkpoint`.
+        """
+        self._start = _Start(epoch, batch, [(v, v.numpy()) for v in self.model.metrics_variables])
+
+    def first_batch(self, epoch):
+        """Number of the first batch of epoch number `epoch` that the running `fit` trains, 0 but after `start_at`."""
+        return self._start.batch if self._start is not None and self._start.epoch == epoch else 0
+
+    def _begin_epoch(self, epoch):
+        """Keras has set the metrics back: bring those of an epoch that goes on, and all copies, up to date."""
+        batch = self.first_batch(epoch)
+        if self._start is not None and batch:
+            if batch % self.model.steps_per_execution:
+                raise BatchError(
+                    f"training goes on behind batch {batch} of an epoch, which is not a multiple of "
+                    f"steps_per_execution={self.model.steps_per_execution}; compile with a divisor of {batch}"
+                )
+            for variable, value in self._start.metrics:
+                variable.assign(value)
+            self._functions["train_function"].pass_over = batch
+        self.refresh()
+
     @contextmanager
     def _on_towers(self):
         """The model's functions are ours while this is open; afterwards the model is a plain one again."""
@@ -168,9 +210,24 @@ class Trainer:
         self._compiled = compiled
         self._functions = {
             "train_function": _Loop(self.model, self._steps("train_step"), self.model.steps_per_execution),
+        }
+        if self._evaluate_on == "one":
+            return
+        self._functions |= {
             "test_function": _Loop(self.model, self._steps("test_step"), self.model.steps_per_execution),
             "predict_function": _Predict(self._steps("predict_step")),
         }
+
+    def record_gradients(self, norms):
+        """Have every step note the norms of its gradients in a `GradientNorms`, None for none; traces the step anew."""
+        if norms is not self._norms:
+            self._norms = norms
+            self._compiled = None
+
+    @contextmanager
+    def _tracing(self):
+        with model_in_parts(self.model, self._micro_batches), recording(self._norms, self.model.optimizer):
+            yield
 
     def _steps(self, name):
         own = _is_own(self.model, name)
@@ -180,22 +237,39 @@ class Trainer:
             batch_norm=self._batch_norm,
             weighting=Weighting.LOSS if own else Weighting.GRADIENT,
             loss_over_shard=self._loss_over == "shard",
-            inside=functools.partial(model_in_parts, self.model, self._micro_batches),
+            inside=self._tracing,
             autograph=False,
         )
 
 
+@dataclass(frozen=True)
+class _Start:
+    """Where a `fit` begins inside an epoch, and what the metrics of that epoch are there."""
+
+    epoch: int
+    batch: int
+    metrics: list[tuple[Any, Any]]
+
+
 class _Loop:
-    """train_function or test_function: runs steps_per_execution steps from an iterator and returns the logs."""
+    """train_function or test_function: runs steps_per_execution steps from an iterator and returns the logs.
+
+    Attributes:
+        pass_over: this many batches are taken from the iterator first, and no step is made with them.
+    """
 
     def __init__(self, model, towers, steps):
         self.towers = towers
+        self.pass_over = 0
+        self._model = model
         self._steps = steps
         self._agree = _is_own(model, towers.name)
         self._run = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
         self._batch = Replicated(towers)
 
     def __call__(self, iterator):
+        if self.pass_over:
+            return self._passed(iterator)
         replicas(self.towers.devices).refresh()
         if isinstance(iterator, tf.data.Iterator):
             with errors_explained():
@@ -204,6 +278,14 @@ class _Loop:
         for _, data in zip(range(self._steps), iterator, strict=False):
             logs = self._batch(data)
         return logs
+
+    def _passed(self, iterator):
+        """Take the batches of one execution and make no step; the logs are the metrics as they are."""
+        for _ in range(self._steps):
+            if next(iterator, None) is None:
+                raise BatchError(f"the data ended {self.pass_over} batches before the one where training was to go on")
+            self.pass_over -= 1
+        return self._model.get_metrics_result()
 
     def _in_graph(self, iterator):
         return self._step(iterator.get_next()) if self._steps == 1 else self._several(iterator)
@@ -264,7 +346,7 @@ class _Refresh(keras.callbacks.Callback):
         self._trainer = trainer
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._trainer.refresh()
+        self._trainer._begin_epoch(epoch)
 
 
 def _arguments(method, args, kwargs):

@@ -5,6 +5,7 @@ Each function says which name it rests on and why there is no public one.
 
 import keras
 import tensorflow as tf
+from keras.src.random import seed_generator
 
 
 def keras_mask(x):
@@ -62,3 +63,20 @@ def made_by_compile(model):
 def restore_method_name():
     """The method of tf.Variable that tf.train.Checkpoint restores through: `_restore_from_tensors`."""
     return "_restore_from_tensors"
+
+
+def global_seed_generator():
+    """The SeedGenerator that random numbers without one of their own come from (`global_seed_generator`).
+
+    keras.utils.set_random_seed sets it, and nothing public reads it, so its state could not be saved.
+    """
+    return seed_generator.global_seed_generator()
+
+
+def weight_averages(optimizer):
+    """The moving averages of the trainable variables, in their order (`_model_variables_moving_average`).
+
+    They are among optimizer.variables, where only their names tell them from the slots. Empty without use_ema.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "_model_variables_moving_average", [])) if inner.use_ema else []
