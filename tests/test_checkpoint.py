@@ -27,7 +27,12 @@ def everything(optimizer=None):
         keras.layers.Dense(3),
     ]
     optimizer = optimizer or keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=5)
-    return built(compiled(members, optimizer, cross_entropy(), metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]), features(1))
+    return built(
+        compiled(
+            members, optimizer, cross_entropy(), metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]
+        ),
+        features(1),
+    )
 
 
 def trainer_of(build, count=2, seed=0):
@@ -317,5 +322,7 @@ def test_a_stop_saves_at_once_and_is_no_failure(tmp_path, where, name):
         saving = checkpoint.Checkpoints(trainer, tmp_path, stop=stop)
         data = batches(regression(ROWS))
         with pytest.raises(Stopped, match=f"stopped by SIG.*, saved in .*{name}"):
-            trainer.fit(data, validation_data=data, epochs=3, callbacks=[Ask(stop, **where), saving], shuffle=False, verbose=0)
+            trainer.fit(
+                data, validation_data=data, epochs=3, callbacks=[Ask(stop, **where), saving], shuffle=False, verbose=0
+            )
     storage.Lock(tmp_path).release()

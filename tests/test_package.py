@@ -20,7 +20,7 @@ MODULES = sorted(str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".") fo
 # A module imports modules of layers below its own, or of its own that stand before it.
 LAYERS = [
     ["errors", "upstream", "device", "parameters", "throughput", "stopping", "storage"],
-    ["tower", "collectives", "moments"],
+    ["tower", "nested", "wiring", "collectives", "moments"],
     ["exchange", "reduce", "norm", "gradient_norms"],
     ["placement", "batches", "hooks", "parts"],
     ["towers"],

@@ -164,7 +164,9 @@ def test_a_run_that_ended_before_its_report_is_completed(runs, begun, tmp_path):
     (run_dir / "model.keras").unlink()
     report = train.run(devices=devices(1), epochs=3, resume=run_dir)
     assert (report.first_epoch, report.epochs) == (3, 3)
-    assert_close(report.loss, float(np.genfromtxt(f"{runs(1).logs}/history.csv", delimiter=",", names=True)["val_loss"][2]), 1)
+    assert_close(
+        report.loss, float(np.genfromtxt(f"{runs(1).logs}/history.csv", delimiter=",", names=True)["val_loss"][2]), 1
+    )
     assert (run_dir / "model.keras").is_file()
 
 
@@ -243,7 +245,9 @@ def test_fit_goes_on_inside_an_epoch_for_users_of_the_library(tmp_path, steps_pe
     spy = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((batch, logs["loss"])))
     got = second.fit(**fit, epochs=3, initial_epoch=position.epoch, callbacks=[spy])
     assert_close(got, expected, 0)
-    assert [batch for batch, _ in seen][: 6 // steps_per_execution] == list(range(6))[steps_per_execution - 1 :: steps_per_execution]
+    assert [batch for batch, _ in seen][: 6 // steps_per_execution] == list(range(6))[
+        steps_per_execution - 1 :: steps_per_execution
+    ]
     assert len({loss for _, loss in seen[: 4 // steps_per_execution]}) == 1  # passed over
     for one, other in zip(second.model.get_weights(), whole.model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -262,8 +266,13 @@ def test_a_later_fit_passes_over_nothing(tmp_path):
 def test_data_that_end_before_the_position_are_told(tmp_path):
     trainer = built_trainer(1)
     trainer.start_at(0, 5)
-    with pytest.raises(BatchError, match="the data ended 1 batches before the one where training was to go on"):
-        trainer.fit(tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(BATCH).take(4), steps_per_epoch=6, shuffle=False, verbose=0)
+    with pytest.raises(BatchError, match="the data end 1 batches before the one where training is to go on"):
+        trainer.fit(
+            tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(BATCH).take(4),
+            steps_per_epoch=6,
+            shuffle=False,
+            verbose=0,
+        )
 
 
 def test_a_position_inside_an_execution_is_refused():

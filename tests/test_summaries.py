@@ -35,8 +35,14 @@ def points(folder, part):
 def fit(trainer, callbacks, epochs=2, **options):
     data = regression(ROWS)
     return trainer.fit(
-        **data, batch_size=BATCH, epochs=epochs, validation_data=(data["x"][:5], data["y"][:5]), callbacks=callbacks,
-        shuffle=False, verbose=0, **options
+        **data,
+        batch_size=BATCH,
+        epochs=epochs,
+        validation_data=(data["x"][:5], data["y"][:5]),
+        callbacks=callbacks,
+        shuffle=False,
+        verbose=0,
+        **options,
     )
 
 

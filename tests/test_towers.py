@@ -448,7 +448,7 @@ def test_errors_of_use():
     with pytest.raises(ValueError, match="expected 'sum' or 'mean'"):
         mt.all_reduce(1.0, "max")
     with pytest.raises(MultitowerError, match="dtype string cannot be sent"):
-        mt.replicate(lambda s: mt.all_gather(tf.identity(s)), cpus(2))(tf.constant(["a", "b"]))
+        mt.replicate(lambda s: mt.all_gather(tf.identity(s)), cpus(2), reduce="ring")(tf.constant(["a", "b"]))
     inner = mt.replicate(lambda x: x, cpus(2))
     with pytest.raises(MultitowerError, match="inside a tower"):
         mt.replicate(lambda x: inner(x), cpus(2))(tf.zeros([2]))

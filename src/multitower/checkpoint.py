@@ -139,7 +139,9 @@ def _usable(directory: Path, groups, allow_older: bool) -> tuple[Path, dict[str,
         except CheckpointError as error:
             problems.append(str(error))
             if not allow_older:
-                offer = f"; the one before it is {older.name}: it is used only if you allow an older one" if older else ""
+                offer = (
+                    f"; the one before it is {older.name}: it is used only if you allow an older one" if older else ""
+                )
                 raise CheckpointError(f"{error}{offer}") from None
         warnings.warn(f"{problems[-1]}; an older one is used", stacklevel=3)
     raise CheckpointError(f"no checkpoint of {directory} can be used: {'; '.join(problems)}")

@@ -234,12 +234,14 @@ def verify(job, devices, steps, batch_size, settings, seed, as_json) -> int:
 def env(devices, as_json) -> None:
     """Show devices, versions, and which collectives will be used and why."""
     start_tensorflow()
-    from .collectives import implementation
+    from .collectives import choose_reduce
     from .device import describe
+    from .placement import choose_placement
 
     found = describe(devices)
-    kind, reason = implementation([device["name"] for device in found["devices"]])
-    found["collectives"] = {"implementation": kind, "reason": reason}
+    names = [device["name"] for device in found["devices"]]
+    for setting, (name, reason) in (("placement", choose_placement(names)), ("reduce", choose_reduce(names))):
+        found[setting] = {"name": name, "reason": reason}
     _print_table("multitower env", _env_rows(found))
     if as_json:
         click.echo(json.dumps(found))
@@ -250,8 +252,8 @@ def _env_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     for name, value in found.items():
         if name == "devices":
             value = "\n".join(_device_line(device) for device in value)
-        elif name == "collectives":
-            value = f"{value['implementation']}: {value['reason']}"
+        elif name in ("placement", "reduce"):
+            value = f"{value['name']}: {value['reason']}"
         elif name == "memory_growth":
             value = ", ".join(f"{gpu} {'on' if grows else 'off'}" for gpu, grows in value.items()) or "no GPU"
         rows.append((name.replace("_", " "), "none" if value is None else str(value)))

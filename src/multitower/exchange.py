@@ -12,7 +12,7 @@ the same language: with p_i = w_i (GRADIENT) or 1 (LOSS), that of a sum over tow
 
 import tensorflow as tf
 
-from .collectives import gather_fixed, gather_vectors, sum_over_towers
+from .collectives import concat_rows, gather_fixed, sum_over_towers
 from .tower import Weighting, current, this_tower
 
 
@@ -154,12 +154,8 @@ def gather_rows(x, counts, gradient):
 
     @tf.custom_gradient
     def gather(x):
-        tail = tf.shape(x)[1:]
-        sizes = counts * tf.reduce_prod(tail)
-        everyone = gather_vectors(tf.reshape(x, [-1]), tf.reduce_max(sizes))
-        parts = [part[: sizes[i]] for i, part in enumerate(tf.unstack(everyone, this_tower().count))]
-        everything = tf.reshape(tf.concat(parts, 0), tf.concat([[tf.reduce_sum(counts)], tail], 0))
-        return tf.ensure_shape(everything, [None, *x.shape[1:]]), gradient
+        with tf.name_scope("multitower_gather"):
+            return concat_rows(x, counts), gradient
 
     return gather(x)
 

@@ -17,7 +17,7 @@ traces; Keras is as it was when the trace is done.
 import functools
 import inspect
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import keras
 import tensorflow as tf
@@ -30,6 +30,7 @@ from .gradient_norms import record_gradients
 from .placement import created_outside
 from .reduce import sum_dense, sum_gradients
 from .tower import Weighting, current, this_tower
+from .wiring import METRICS, UPDATE
 
 _lock = threading.RLock()
 _SEED_STRIDE = 1_000_003  # a prime: no two towers and layers get seeds a small step apart
@@ -116,7 +117,7 @@ def _compute_loss(tower, original, model, *args, **kwargs):
 def _compute_metrics(tower, original, model, *args, **kwargs):
     if tower.loss_over_shard:
         return original(*args, **kwargs)
-    with tower.silencing(("compute_loss", "update_state")):
+    with tower.silencing(("compute_loss", "update_state")), tower.labelling(METRICS):
         return original(**_for_whole_batch(original, args, kwargs))
 
 
@@ -146,7 +147,8 @@ def _update_state(tower, original, metric, *args, **kwargs):
     if tower.loss_over_shard and any(_has_rows(v) for v in given):
         return _add_up_state(original, metric, args, kwargs)
     args, kwargs = tf.nest.map_structure(_whole_argument, (args, kwargs))
-    return original(*args, **kwargs)
+    with tower.labelling(METRICS):
+        return original(*args, **kwargs)
 
 
 def _add_up_state(original, metric, args, kwargs):
@@ -172,10 +174,19 @@ def _build_state(original, args, kwargs):
 
 
 def _apply(tower, original, optimizer, grads, *args, **kwargs):
+    """Sum, then update: once, beside the variables, where towers share them."""
     grads = list(grads)
-    summed = sum_gradients(grads)
-    record_gradients(optimizer, grads, summed)
-    return original(summed, *args, **kwargs)
+    total = sum_gradients(grads)
+    record_gradients(optimizer, grads, total)
+    with tower.labelling(UPDATE), _beside_variables(tower, *args, **kwargs):
+        return original(total, *args, **kwargs)
+
+
+def _beside_variables(tower, trainable_variables=None):
+    """The device on which an update is computed: that of the variables where towers share them, else the tower's."""
+    if not tower.shares_variables or not trainable_variables:
+        return nullcontext()
+    return tf.device(trainable_variables[0].value.device)
 
 
 def _scale_loss(tower, original, optimizer, loss):

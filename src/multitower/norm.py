@@ -81,7 +81,8 @@ def layer_moments(layer, inputs, mask):
     Returns:
         (mean, variance), each of shape (C,).
     """
-    return _layer_moments(layer, inputs, mask, over_towers, shared_gradient)
+    with tf.name_scope("multitower_batch_norm"):
+        return _layer_moments(layer, inputs, mask, over_towers, shared_gradient)
 
 
 def _layer_moments(layer, inputs, mask, combine, total_gradient):

@@ -1,19 +1,28 @@
-"""Copies of variables, one per device, and which one each tower is bound to (placement "replicated").
+"""Where variables live, and which one each tower is bound to.
+
+    replicated    a copy per tower; every tower applies the same update
+    shared        one copy for all towers, where the user made it; one update
+    independent   a copy per tower; every tower applies the update of its own shard, and they drift apart
 
 A traced step knows variables by the handles it captured. Tower 0 keeps these: they are the user's own variables, so
-the plain model is always up to date. Every other tower is bound to copies on its device; as all towers apply the same
-update to the same values, the copies stay equal to the bit. What changes a variable from outside a step (a callback
-that sets the learning rate, weights that are loaded) is noticed and copied to every tower before the next step.
+the plain model is always up to date. Replicated, every other tower is bound to copies on its device; as all towers
+apply the same update to the same values, the copies stay equal to the bit. What changes a variable from outside a step
+(a callback that sets the learning rate, weights that are loaded) is noticed and copied to every tower before the next
+step.
 """
 
 import functools
 import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 
 import tensorflow as tf
 
 from . import upstream
-from .errors import ModelError
+from .device import parse
+from .errors import DeviceError, ModelError
+from .wiring import Binding
 
 _WRITES = (
     "assign",
@@ -34,10 +43,73 @@ _WRITES = (
 )
 
 
+_PLACEMENTS = ("replicated", "shared", "independent")
+
+
+def choose_placement(devices, placement="auto"):
+    """Where variables live, and why.
+
+    Args:
+        devices: list of device names, as `multitower.devices` returns them.
+        placement: "auto", or one of "replicated", "shared" and "independent"; "shared:cpu:0" names a device.
+
+    Returns:
+        A pair of strings (name, reason).
+
+    Raises:
+        DeviceError: an unknown name.
+    """
+    name, _, device = placement.partition(":") if isinstance(placement, str) else (placement, "", "")
+    if name not in ("auto", *_PLACEMENTS) or (device and name != "shared"):
+        raise DeviceError(
+            f"placement={placement!r} is unknown; expected 'auto', {', '.join(map(repr, _PLACEMENTS))} or "
+            f"'shared:DEVICE', as in 'shared:cpu:0'"
+        )
+    if name != "auto":
+        return name, "asked for"
+    if len(devices) == 1:
+        return "replicated", "one tower, one copy"
+    if any("GPU:" in d.upper() for d in devices):
+        return "replicated", "GPUs read weights from their own memory; the update is computed where they are"
+    return "shared", "CPU devices share memory and cores: one copy of the weights, and the update is computed once"
+
+
+def variables_device(placement):
+    """The device that "shared:DEVICE" names, as tf.device takes it, None where none is named.
+
+    Raises:
+        DeviceError: not the name of one device.
+    """
+    device = placement.partition(":")[2]
+    if not device:
+        return None
+    names = parse([device])
+    return f"/device:{names[0]}"
+
+
 @cache
-def replicas(devices):
-    """The copies on a tuple of devices; all steps of the process on these devices share them."""
-    return Replicas(devices)
+def variables_on(devices, placement):
+    """The variables on a tuple of devices; all steps of the process with these devices and placement share them."""
+    return Shared(devices) if placement == "shared" else Replicas(devices)
+
+
+class Shared:
+    """One copy of each variable for all towers: nothing to make, nothing to bring up to date."""
+
+    def __init__(self, devices):
+        self.devices = tuple(devices)
+
+    def of(self, variable):
+        """The variable of each tower, in tower order: N times the same tf.Variable."""
+        return [variable if isinstance(variable, tf.Variable) else variable.value] * len(self.devices)
+
+    fresh = of
+
+    def refresh(self):
+        """Nothing to do: a change of the variable is there for every tower."""
+
+    def refresh_all(self, variables):
+        """Nothing to do."""
 
 
 class Replicas:
@@ -147,55 +219,68 @@ def _watched(write, reference, owner):
     return watched
 
 
-def bind(concrete, group):
-    """The captured inputs of a traced step for each tower: its token, its copies, everything else shared.
+@dataclass(frozen=True)
+class Bound:
+    """What a traced step is bound to on each tower.
+
+    Attributes:
+        captured: for each tower, its captured inputs in the order of the trace.
+        bindings: for each tower, its `wiring.Binding`.
+        shared: names of the function's arguments that are variables all towers share.
+        variables: tf.Variables that the step uses, as the user knows them.
+        has_collectives: whether the step has captured the token that collectives take.
+    """
+
+    captured: list
+    bindings: list
+    shared: list
+    variables: list
+    has_collectives: bool
+
+
+def bind(concrete, group, towers, store):
+    """Bind a traced step to the towers: its token, its variables, everything else as it was captured.
 
     Args:
         concrete: the ConcreteFunction of the step.
-        group: the `collectives.Group` of the towers.
+        group: the `collectives.Group` it was traced for.
+        towers: device names in tower order.
+        store: the variables of these towers, a `Replicas` or `Shared`.
 
     Returns:
-        (captured, variables): captured[i] lists, for tower i, functions that give the captured inputs in the graph
-        being built; variables are the tf.Variables that the step uses, as the user knows them.
+        A `Bound`.
     """
     known = {id(v.handle): v for v in concrete.variables}
-    copies = replicas(group.devices)
     tokens = {id(t.handle) for t in group.tokens}
-    captured, variables = [[] for _ in group.devices], []
-    for capture in concrete.captured_inputs:
+    names = [a.name for a in concrete.function_def.signature.input_arg]
+    names = names[len(names) - len(concrete.captured_inputs) :]
+    bound = Bound([[] for _ in towers], [Binding(d, {}) for d in map(_full_name, towers)], [], [], False)
+    has_collectives = False
+    for name, capture in zip(names, concrete.captured_inputs, strict=True):
+        per_tower = [capture] * len(towers)
         if id(capture) in tokens:
-            per_tower = [_given(t.handle) for t in group.tokens]
+            has_collectives = True
+            per_tower = [t.handle for t in group.tokens]
         elif id(capture) in known:
-            variables.append(known[id(capture)])
-            per_tower = [_given(v.handle) for v in copies.of(known[id(capture)])]
-        else:
-            per_tower = [_renamed(capture) if capture.dtype == tf.resource else _given(capture)] * group.count
-        for tower_captured, get in zip(captured, per_tower, strict=True):
-            tower_captured.append(get)
-    return captured, variables
+            copies = store.of(known[id(capture)])
+            per_tower = [v.handle for v in copies]
+            bound.variables.append(known[id(capture)])
+            for binding, copy in zip(bound.bindings, copies, strict=True):
+                binding.handle_devices[name] = copy.device
+            if isinstance(store, Shared):
+                bound.shared.append(name)
+        for captured, own in zip(bound.captured, per_tower, strict=True):
+            captured.append(own)
+    return replace(bound, has_collectives=has_collectives)
 
 
-def _given(tensor):
-    return lambda: tensor
+def _full_name(device):
+    """A device as operations name it: /device:CPU:1 for CPU:1."""
+    return device if device.startswith("/") else f"/device:{device}"
 
 
-def _renamed(resource):
-    """A resource all towers share (a lookup table), under a new name for each.
-
-    Automatic control dependencies go by tensor: calls that take the same resource would run one after another, and a
-    tower that waits for another one's turn waits for ever in its first collective. They see through Identity, not
-    through IdentityN (tensorflow/python/framework/auto_control_deps.py).
-    """
-
-    def identity():
-        with tf.device(resource.device):
-            return tf.raw_ops.IdentityN(input=[resource])[0]
-
-    return identity
-
-
-def created_outside(next_creator, **kwargs):
-    """Create a variable outside the trace, with its initial value, as if it had existed before.
+def created_outside(next_creator, device=None, **kwargs):
+    """Create a variable outside the trace, with its initial value, as if it had existed before; on `device` if given.
 
     tf.function traces a function that creates variables twice, and on its own terms. An initial value that is a
     constant of the graph being traced (Keras converts numbers to tensors) is taken out of it.
@@ -204,7 +289,7 @@ def created_outside(next_creator, **kwargs):
     if tf.is_tensor(value) and tf.get_static_value(value) is not None:
         kwargs["initial_value"] = tf.get_static_value(value)
     try:
-        with tf.init_scope():
+        with tf.init_scope(), tf.device(device) if device else nullcontext():
             return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
     except (TypeError, ValueError) as error:
         raise ModelError(

@@ -31,7 +31,11 @@ def sum_gradients(gradients):
     gradients = list(gradients)
     if tower is None or tower.count == 1:
         return gradients
-    weigh = tower.weigh if tower.weighting is Weighting.GRADIENT else tf.identity
+    with tf.name_scope("multitower_reduce"):
+        return _sum_gradients(gradients, tower.weigh if tower.weighting is Weighting.GRADIENT else tf.identity)
+
+
+def _sum_gradients(gradients, weigh):
     summed = [_sum_slices(g, weigh) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     dense = [i for i, g in enumerate(summed) if isinstance(g, tf.Tensor)]
     for i, total in zip(dense, sum_dense([summed[i] for i in dense], weigh), strict=True):

@@ -1,10 +1,10 @@
 """The directory of a training run: what is in it, and that a run which goes on is the one that began.
 
-    run.json            what was asked for: job, parameters, batch size, seed, epochs
-    checkpoints/        see `checkpoint`
-    logs/               history.csv, tensorboard/, curves.png, report.json
-    model.keras         when training is done
-    .lock               held while a run writes here
+run.json            what was asked for: job, parameters, batch size, seed, epochs
+checkpoints/        see `checkpoint`
+logs/               history.csv, tensorboard/, curves.png, report.json
+model.keras         when training is done
+.lock               held while a run writes here
 """
 
 import hashlib

@@ -29,9 +29,7 @@ class Throughput(keras.callbacks.Callback):
         >>> speed.examples_per_second
     """
 
-    def __init__(
-        self, rows_by_step: Sequence[int] | None = None, first_batch: Callable[[int], int] = lambda epoch: 0
-    ):
+    def __init__(self, rows_by_step: Sequence[int] | None = None, first_batch: Callable[[int], int] = lambda epoch: 0):
         super().__init__()
         self._first_batch = first_batch
         self._passed_over = 0

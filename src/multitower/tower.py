@@ -31,17 +31,23 @@ class Tower:
         rows: rows of every tower's shard, an int32 tensor of shape (N,).
         weighting: see `Weighting`.
         trace_again: the trace is not that of later steps, as an optimizer was not built yet; make another one.
+        shares_variables: all towers use the same variables, to which tower 0 writes.
         loss_over_shard: the loss and the metrics of a model are computed on the shard's outputs, not on those of all.
+        graph: the graph of the step itself, in which towers can be wired together; see `wiring`.
+        labels: what operations of `graph` are for, by name, where `labelling` has told.
         silenced: names of Keras methods that need no help now, because they are given the whole batch already.
         batch_moments: with batch_norm="tower", the mean and variance for the layer being called: see `hooks`.
     """
 
-    def __init__(self, group, index, rows, weighting, loss_over_shard=False):
+    def __init__(self, group, index, rows, weighting, *, loss_over_shard=False, shares_variables=False):
         self.group = group
         self.index = index
         self.rows = rows
         self.weighting = weighting
         self.loss_over_shard = loss_over_shard
+        self.shares_variables = shares_variables
+        self.graph = tf.compat.v1.get_default_graph()
+        self.labels = {}
         self.silenced = frozenset()
         self.trace_again = False
         self.batch_moments = None
@@ -74,6 +80,10 @@ class Tower:
         """x · w_i, and 0 where the tower has no rows, whatever x is (the mean over no rows is NaN)."""
         return tf.math.multiply_no_nan(x, self.share(x.dtype))
 
+    def meets_in_graph(self):
+        """Whether towers meet here by edges between their graphs, not by a collective."""
+        return self.group.in_graph and tf.compat.v1.get_default_graph() is self.graph
+
     def know_whole(self, x, whole):
         """x is an input of the step and `whole` the same of the global batch: gathering x costs nothing."""
         self._inputs[id(x)] = (x, whole)
@@ -92,6 +102,15 @@ class Tower:
             return self._inputs[id(x)][1]
         _, gathered = self._gathered.get(id(x), (None, None))
         return gathered if getattr(gathered, "graph", None) is tf.compat.v1.get_default_graph() else None
+
+    @contextmanager
+    def labelling(self, label):
+        """Operations made in this block are for `label`; Keras leaves name scopes, so names do not tell."""
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        yield
+        if graph is self.graph:
+            self.labels.update((operation.name, label) for operation in graph.get_operations()[before:])
 
     @contextmanager
     def silencing(self, names):

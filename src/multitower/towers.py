@@ -3,10 +3,12 @@
 One call of a replicated step, in reading order:
 
     Replicated.__call__   takes the arguments apart into tensors and Python values
-    TowerStep.program     traces the step once for that kind of batch, whatever N, and binds it to each tower's copies
-    TowerStep.emit        splits the rows, calls the trace on each device, puts the results together
+    TowerStep.program     traces the step once for that kind of batch, whatever N, binds it to each tower's variables
+                          and wires the towers together
+    TowerStep.emit        splits the rows, calls the towers, puts the results together
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,17 +18,18 @@ from typing import Any
 import tensorflow as tf
 
 from . import batches, upstream
-from .collectives import group
+from .collectives import choose_reduce, group
 from .device import devices as resolve_devices
 from .errors import BatchError, MultitowerError
 from .hooks import keras_in_towers
-from .placement import bind, created_outside, replicas
+from .placement import bind, choose_placement, created_outside, variables_device, variables_on
 from .tower import Tower, Weighting, current, traced_for
+from .wiring import TurnsError, wire
 
 _HOST = "/device:CPU:0"
 
 
-def replicate(step, devices=None, *, whole=(), batch_norm="global"):
+def replicate(step, devices=None, *, whole=(), placement="replicated", reduce="auto", batch_norm="global"):
     """Turn a function of a batch, written for one device, into the same function over N towers.
 
     The step is traced once, whatever N, and called on every device with that tower's rows of the batch. In it, Keras'
@@ -44,6 +47,9 @@ def replicate(step, devices=None, *, whole=(), batch_norm="global"):
             trace, as they are for tf.function.
         devices: see `multitower.devices`.
         whole: name or names of arguments of `step` that go to every tower undivided.
+        placement: where variables live: "replicated", "shared" or "independent"; see `multitower.Trainer`. Shared,
+            what tower 0 writes is what all towers read: a step of yours has to write the same on all of them.
+        reduce: how towers meet: "host", "gather", "ring", "nccl" or "auto"; see `multitower.Trainer`.
         batch_norm: "global", or "tower" for statistics of each tower's shard.
 
     Returns:
@@ -52,7 +58,7 @@ def replicate(step, devices=None, *, whole=(), batch_norm="global"):
         batch (exactly the result where all towers agree); other tensors are tower 0's.
 
     Raises:
-        DeviceError: the devices do not exist.
+        DeviceError: the devices do not exist, or do not allow what was asked for.
         BatchError: at a call: no rows, tensors with different numbers of rows, nothing to split.
 
     Example:
@@ -68,7 +74,8 @@ def replicate(step, devices=None, *, whole=(), batch_norm="global"):
         1.0
     """
     names = [whole] if isinstance(whole, str) else list(whole)
-    return Replicated(TowerStep(step, resolve_devices(devices), batch_norm=batch_norm), _signature(step, names), names)
+    towers = TowerStep(step, resolve_devices(devices), placement=placement, reduce=reduce, batch_norm=batch_norm)
+    return Replicated(towers, _signature(step, names), names)
 
 
 def _signature(step, whole):
@@ -102,7 +109,7 @@ class Replicated:
         if not tf.executing_eagerly():
             return self._towers.emit(*batch)
         function = self._function(batch)
-        replicas(self._towers.devices).refresh()
+        self._towers.store.refresh()
         tensors = [batches.tensor_of(v) for v in tf.nest.flatten(batch) if not batches.is_constant(v)]
         with errors_explained():
             return function(*tensors)
@@ -144,7 +151,7 @@ class Replicated:
 
         They have the values the next step starts from: what was assigned since the last one has been copied.
         """
-        return replicas(self._towers.devices).fresh(variable)
+        return self._towers.store.fresh(variable)
 
     def refresh(self):
         """Bring all towers' copies to tower 0's values.
@@ -152,7 +159,7 @@ class Replicated:
         Assignments made in Python, and checkpoints that are restored, are noticed without this; call it after another
         tf.function has changed variables of the step.
         """
-        replicas(self._towers.devices).refresh_all(self._towers.variables)
+        self._towers.store.refresh_all(self._towers.variables)
 
 
 @dataclass(frozen=True)
@@ -162,6 +169,7 @@ class Program:
     Attributes:
         structure: the (args, kwargs) of the step with specs as leaves.
         concrete: the trace, a ConcreteFunction.
+        function: name of the function of all towers.
         captured: for each tower, the captured inputs of the trace.
         variables: tf.Variables the step uses, as the user knows them.
         reads_whole: for each component of the batch, whether the trace uses that of the whole batch.
@@ -170,6 +178,7 @@ class Program:
 
     structure: tuple
     concrete: object
+    function: str
     captured: list
     variables: list
     reads_whole: list
@@ -182,6 +191,9 @@ class TowerStep:
     Args:
         step: the single-device step.
         devices: device names in tower order.
+        placement: "replicated", "shared", "shared:DEVICE", "independent" or "auto".
+        reduce: "host", "gather", "ring", "nccl" or "auto".
+        agree: the results are equal on all towers, so that those of tower 0 are enough.
         batch_norm: "global" or "tower".
         weighting: where the weight of a tower's rows enters its backward pass.
         loss_over_shard: see `tower.Tower`.
@@ -190,6 +202,8 @@ class TowerStep:
 
     Attributes:
         devices: device names in tower order.
+        placement, reduce: what was chosen, pairs (name, reason).
+        store: the variables of the towers.
         name: the name of the step.
         traces: how often the step has been traced.
     """
@@ -199,6 +213,9 @@ class TowerStep:
         step,
         devices,
         *,
+        placement="auto",
+        reduce="auto",
+        agree=False,
         batch_norm="global",
         weighting=Weighting.GRADIENT,
         loss_over_shard=False,
@@ -206,9 +223,14 @@ class TowerStep:
         autograph=True,
     ):
         self.devices = tuple(devices)
+        self.reduce = choose_reduce(self.devices, reduce)
+        self._may_change = placement == "auto"
+        self._variables_device = variables_device(placement)
+        self._place(*choose_placement(self.devices, placement))
         self.name = getattr(step, "__name__", type(step).__name__)
         self.traces = 0
         self._step = upstream.with_autograph(upstream.python_function(step)) if autograph else step
+        self._agree = agree
         self._batch_norm = batch_norm
         self._weighting = weighting
         self._loss_over_shard = loss_over_shard
@@ -237,13 +259,18 @@ class TowerStep:
         self._programs.append(self._trace(wanted))
         return self._programs[-1]
 
+    @property
+    def _alone(self):
+        """Whether every tower does its step as if there were no other."""
+        return self.placement[0] == "independent"
+
     def _trace(self, structure):
-        towers = group(self.devices)
+        towers = group(self.devices[:1], "none") if self._alone else group(self.devices, self.reduce[0])
         specs = batches.components(structure)
         traced: dict[str, Any] = {}
 
         def body(shard, whole, rows, index):
-            tower = traced["tower"] = Tower(towers, index, rows, self._weighting, self._loss_over_shard)
+            tower = traced["tower"] = self._tower(towers, index, rows)
             batch = batches.pack(structure, shard)
             _pair(tower, batch, batches.pack(structure, whole))
             self.traces += 1
@@ -255,33 +282,63 @@ class TowerStep:
         concrete = self._concrete(body, specs, towers.count)
         if traced["tower"].trace_again:  # tf.function traces again too when the first trace created variables
             concrete = self._concrete(body, specs, towers.count)
-        captured, variables = bind(concrete, towers)
+        try:
+            bound, function = self._wired(concrete, towers, traced["tower"])
+        except TurnsError as error:
+            if not self._may_change:
+                raise
+            self._place("replicated", f"'shared' cannot serve this step: {error}")
+            return self._trace(structure)
         reads_whole = [bool(t.consumers()) for t in concrete.inputs[len(specs) : 2 * len(specs)]]
-        return Program(structure, concrete, captured, variables, reads_whole, traced["results"])
+        return Program(structure, concrete, function, bound.captured, bound.variables, reads_whole, traced["results"])
+
+    def _wired(self, concrete, towers, traced):
+        """(Bound, name of the function of all towers)."""
+        bound = bind(concrete, towers, self.devices, self.store)
+        if bound.has_collectives:
+            towers.meet()
+        function = wire(
+            concrete.function_def,
+            bound.bindings,
+            labels=traced.labels,
+            shared=bound.shared,
+            meeting_device=_HOST if self.reduce[0] == "host" else None,
+            agree=self._agree,
+        )
+        return bound, function
+
+    def _place(self, placement, reason):
+        """Where the variables of this step live."""
+        self.placement = placement, reason
+        self.store = variables_on(self.devices, placement)
+
+    def _tower(self, towers, index, rows):
+        shares = self.placement[0] == "shared"
+        return Tower(
+            towers, index, rows, self._weighting, loss_over_shard=self._loss_over_shard, shares_variables=shares
+        )
 
     @staticmethod
     def _concrete(body, specs, count):
-        # Inlined into the graph of all towers. With _noinline TensorFlow optimises each tower's call by itself and
-        # rewrites them differently (x / √y as x · 1/√y on one of them only): the copies differ in the last bit.
         rows, index = tf.TensorSpec([count], tf.int32), tf.TensorSpec([], tf.int32)
         return tf.function(body, autograph=False).get_concrete_function(specs, specs, rows, index)
 
     @contextmanager
     def _inside(self, tower):
         with ExitStack() as stack:
-            stack.enter_context(tf.variable_creator_scope(created_outside))
+            creator = functools.partial(created_outside, device=self._variables_device)
+            stack.enter_context(tf.variable_creator_scope(creator))
             stack.enter_context(keras_in_towers(self._batch_norm))
             stack.enter_context(self._more_context())
             stack.enter_context(traced_for(tower))
             yield
 
-    def emit(self, args, kwargs=None, *, towers_agree=False):
+    def emit(self, args, kwargs=None):
         """Add one step over all towers to the graph being built.
 
         Args:
             args: tuple of batch structures, see `batches`.
             kwargs: dict of them.
-            towers_agree: every tower's results are equal: those of tower 0 are returned and no other is looked at.
 
         Returns:
             The results of the step for the global batch; see `replicate`.
@@ -289,24 +346,28 @@ class TowerStep:
         batch = (args, kwargs or {})
         program = self.program(*batch)
         with tf.device(_HOST):
-            rows, shards = batches.split(batch, len(self.devices))
+            with tf.name_scope("multitower_input"):
+                rows, shards = batches.split(batch, len(self.devices))
             parts = zip(batches.components(batch), program.reads_whole, strict=True)
             whole = [part if is_read else _no_rows(part) for part, is_read in parts]
-        flat = [iter(self._call(program, i, [*shard, *whole, rows])) for i, shard in enumerate(shards)]
-        if towers_agree:
-            flat = flat[:1]
-        with tf.device(_HOST):
-            return _merged(program.results, flat, rows)
+            return _merged(program.results, self._call(program, shards, whole, rows), rows)
 
-    def _call(self, program, tower, arguments):
-        program.concrete.add_to_graph(tf.compat.v1.get_default_graph())
-        with tf.device(self.devices[tower]):
-            results = tf.raw_ops.StatefulPartitionedCall(
-                args=[*arguments, tf.constant(tower), *(capture() for capture in program.captured[tower])],
-                Tout=[t.dtype for t in program.concrete.outputs],
-                f=program.concrete,
-            )
-        return results if program.concrete.outputs else []
+    def _call(self, program, shards, whole, rows):
+        """Call all towers; for each one whose results count, an iterator over its results."""
+        arguments = []
+        for i, (shard, captured) in enumerate(zip(shards, program.captured, strict=True)):
+            seen = rows[i : i + 1] if self._alone else rows
+            arguments += [*shard, *whole, seen, tf.constant(i), *captured]
+        outputs = program.concrete.outputs * (1 if self._agree else len(self.devices))
+        types = [t.dtype for t in outputs]
+        # Inlined into the graph of the caller. As calls of their own TensorFlow would optimise towers one by one and
+        # differently (x / √y as x · 1/√y on one of them only): copies would differ in the last bit.
+        called = tf.raw_ops.StatefulPartitionedCall(args=arguments, Tout=types, f=program.function)
+        results = called if outputs else []
+        for result, traced in zip(results, outputs, strict=True):
+            result.set_shape(traced.shape)
+        each = len(program.concrete.outputs)
+        return [iter(results[k * each : (k + 1) * each]) for k in range(1 if self._agree else len(self.devices))]
 
 
 def _pair(tower, shard, whole):

@@ -18,11 +18,12 @@ import keras
 import tensorflow as tf
 
 from . import batches, upstream
+from .collectives import choose_reduce
 from .device import devices as resolve_devices
 from .errors import BatchError, ModelError
 from .gradient_norms import recording
 from .parts import model_in_parts
-from .placement import replicas
+from .placement import choose_placement, variables_device
 from .tower import Weighting
 from .towers import Replicated, TowerStep, errors_explained
 
@@ -47,6 +48,15 @@ class Trainer:
         model: a compiled keras.Model, built or not, made outside any tf.distribute strategy. It is used as it is:
             `trainer.model` is this object, its variables are those of tower 0 and always up to date.
         devices: where the towers run, see `multitower.devices`; None: all GPUs, else one CPU device.
+        placement: where variables live.
+            "replicated": a copy per device; every tower applies the same update. "shared": one copy, where the model
+            made it; gradients are averaged there and applied once ("shared:cpu:0" demands the host: make the model
+            under tf.device("CPU:0")). "independent": no tower knows of another; for measuring what meeting costs, as
+            the result is that of no batch at all. "auto": shared on CPU devices, replicated on GPUs.
+        reduce: how towers meet.
+            "host": sums are computed once, on the host. "gather": every tower gets the terms of all and adds them in
+            the same order. "ring", "nccl": collectives of TensorFlow. "auto": NCCL where every tower has a GPU of its
+            own, the host for CPU devices, else gather.
         batch_norm: "global": BatchNormalization layers use the statistics of the global batch, as one device would;
             "tower": those of each tower's shard.
         micro_batches: parts in which a tower runs the model on its rows in training: one update, equal to that of one
@@ -55,9 +65,10 @@ class Trainer:
             "shard": those of the tower's own rows, weighted by rows, for outputs too large to gather (segmentation).
             Then exact only where the loss is a mean over rows of equal size and the states of metrics are sums.
         evaluate_on: "all": evaluate, validation and predict run on all towers; "one": they are those of the plain model.
+        seed: of Keras' global random state, set now; None: left as it is.
 
     Raises:
-        DeviceError: the devices do not exist.
+        DeviceError: the devices do not exist, or do not allow the placement or reduce asked for.
         ModelError: not a keras.Model, not compiled, made under a tf.distribute strategy, compiled with
             run_eagerly=True; with loss_over="shard" a loss that is not a mean; an unknown option.
 
@@ -70,7 +81,19 @@ class Trainer:
         dict_keys(['loss'])
     """
 
-    def __init__(self, model, devices=None, *, batch_norm="global", micro_batches=1, loss_over="batch", evaluate_on="all"):
+    def __init__(
+        self,
+        model,
+        devices=None,
+        *,
+        placement="auto",
+        reduce="auto",
+        batch_norm="global",
+        micro_batches=1,
+        loss_over="batch",
+        evaluate_on="all",
+        seed=None,
+    ):
         _check_option("evaluate_on", evaluate_on, ("all", "one"))
         _check_option("batch_norm", batch_norm, ("global", "tower"))
         _check_option("loss_over", loss_over, ("batch", "shard"))
@@ -79,6 +102,13 @@ class Trainer:
         _check(model, loss_over)
         self.model = model
         self._devices = tuple(resolve_devices(devices))
+        choose_placement(self._devices, placement)
+        choose_reduce(self._devices, reduce)
+        self._wanted = {"placement": placement, "reduce": reduce}
+        self._variables_device = variables_device(placement)
+        _check_variables(model, self._variables_device)
+        if seed is not None:
+            keras.utils.set_random_seed(seed)
         if model.jit_compile and not any("GPU" in device for device in self._devices):  # on GPUs it is Keras' default
             warnings.warn(
                 f"model {model.name!r} is compiled with jit_compile=True; towers run without XLA", stacklevel=2
@@ -99,8 +129,24 @@ class Trainer:
 
     @property
     def placement(self):
-        """Where variables live."""
-        return "replicated"
+        """Where variables live: "replicated", "shared" or "independent"."""
+        return self._trained.placement[0]
+
+    @property
+    def reduce(self):
+        """How towers meet: "host", "gather", "ring" or "nccl"; "none" where there is one."""
+        return self._trained.reduce[0]
+
+    @property
+    def reasons(self):
+        """Why placement and reduce are what they are, a dict of two strings."""
+        return {"placement": self._trained.placement[1], "reduce": self._trained.reduce[1]}
+
+    @property
+    def _trained(self):
+        """The towers of train_step."""
+        self._follow_compile()
+        return self._functions["train_function"].towers
 
     @property
     def traces(self):
@@ -150,15 +196,18 @@ class Trainer:
 
         They have the values the next step starts from: what was assigned since the last one has been copied.
         """
-        return replicas(self._devices).fresh(variable)
+        return self._trained.store.fresh(variable)
 
     def refresh(self):
         """Bring all towers' copies to the model's values, whatever changed these.
 
         Done at the start of every call and epoch; in between, assignments made in Python are noticed without it.
         """
-        variables = [v for f in self._functions.values() for v in f.towers.variables]
-        replicas(self._devices).refresh_all({id(v): v for v in variables}.values())
+        used = {}
+        for function in self._functions.values():
+            used.setdefault(function.towers.store, {}).update((id(v), v) for v in function.towers.variables)
+        for store, variables in used.items():
+            store.refresh_all(variables.values())
 
     def start_at(self, epoch, batch):
         """Have the next `fit` pass over the first `batch` batches of epoch number `epoch`, if it trains that epoch.
@@ -183,7 +232,7 @@ class Trainer:
                 )
             for variable, value in self._start.metrics:
                 variable.assign(value)
-            self._functions["train_function"].pass_over = batch
+            self._functions["train_function"].pass_over(batch, self.model.get_metrics_result())
         self.refresh()
 
     @contextmanager
@@ -209,17 +258,17 @@ class Trainer:
             return
         self._compiled = compiled
         self._functions = {
-            "train_function": _Loop(self.model, self._steps("train_step"), self.model.steps_per_execution),
+            "train_function": _Loop(self._steps("train_step"), self.model.steps_per_execution),
         }
         if self._evaluate_on == "one":
             return
         self._functions |= {
-            "test_function": _Loop(self.model, self._steps("test_step"), self.model.steps_per_execution),
+            "test_function": _Loop(self._steps("test_step"), self.model.steps_per_execution),
             "predict_function": _Predict(self._steps("predict_step")),
         }
 
     def record_gradients(self, norms):
-        """Have every step note the norms of its gradients in a `GradientNorms`, None for none; traces the step anew."""
+        """Have every step note the norms of its gradients in a `GradientNorms`, None for none; steps are traced anew."""
         if norms is not self._norms:
             self._norms = norms
             self._compiled = None
@@ -234,6 +283,8 @@ class Trainer:
         return TowerStep(
             getattr(self.model, name),
             self._devices,
+            **self._wanted,
+            agree=own and name != "predict_step",
             batch_norm=self._batch_norm,
             weighting=Weighting.LOSS if own else Weighting.GRADIENT,
             loss_over_shard=self._loss_over == "shard",
@@ -252,25 +303,19 @@ class _Start:
 
 
 class _Loop:
-    """train_function or test_function: runs steps_per_execution steps from an iterator and returns the logs.
+    """train_function or test_function: runs steps_per_execution steps from an iterator and returns the logs."""
 
-    Attributes:
-        pass_over: this many batches are taken from the iterator first, and no step is made with them.
-    """
-
-    def __init__(self, model, towers, steps):
+    def __init__(self, towers, steps):
         self.towers = towers
-        self.pass_over = 0
-        self._model = model
+        self._passing_over, self._logs_meanwhile = 0, {}
         self._steps = steps
-        self._agree = _is_own(model, towers.name)
         self._run = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
         self._batch = Replicated(towers)
 
     def __call__(self, iterator):
-        if self.pass_over:
+        if self._passing_over:
             return self._passed(iterator)
-        replicas(self.towers.devices).refresh()
+        self.towers.store.refresh()
         if isinstance(iterator, tf.data.Iterator):
             with errors_explained():
                 return self._run(iterator)
@@ -279,13 +324,16 @@ class _Loop:
             logs = self._batch(data)
         return logs
 
+    def pass_over(self, batches, logs):
+        """Take so many batches from the iterator first, make no step with them, and return `logs` meanwhile."""
+        self._passing_over, self._logs_meanwhile = batches, logs
+
     def _passed(self, iterator):
-        """Take the batches of one execution and make no step; the logs are the metrics as they are."""
         for _ in range(self._steps):
             if next(iterator, None) is None:
-                raise BatchError(f"the data ended {self.pass_over} batches before the one where training was to go on")
-            self.pass_over -= 1
-        return self._model.get_metrics_result()
+                raise BatchError(f"the data end {self._passing_over} batches before the one where training is to go on")
+            self._passing_over -= 1
+        return self._logs_meanwhile
 
     def _in_graph(self, iterator):
         return self._step(iterator.get_next()) if self._steps == 1 else self._several(iterator)
@@ -323,7 +371,7 @@ class _Loop:
     def _step(self, data):
         batch = tf.nest.map_structure(batches.leaf, (data,))
         batches.check(batch)
-        return self.towers.emit(batch, towers_agree=self._agree)
+        return self.towers.emit(batch)
 
 
 class _Predict:
@@ -415,6 +463,16 @@ def _check(model, loss_over):
         raise ModelError(
             f"loss_over='shard' needs losses that are means over rows; {not_means[0].name!r} has "
             f"reduction={not_means[0].reduction!r}: use 'sum_over_batch_size', or loss_over='batch'"
+        )
+
+
+def _check_variables(model, device):
+    """Whether the variables that the model has are where "shared:DEVICE" says."""
+    elsewhere = [v.path for v in model.variables if device and not v.value.device.endswith(device)]
+    if elsewhere:
+        raise ModelError(
+            f"placement='shared:{device.removeprefix('/device:')}': {len(elsewhere)} variables of model {model.name!r} "
+            f"are on another device, {elsewhere[0]} among them; make the model under tf.device({device!r})"
         )
 
 

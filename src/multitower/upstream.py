@@ -6,6 +6,7 @@ Each function says which name it rests on and why there is no public one.
 import keras
 import tensorflow as tf
 from keras.src.random import seed_generator
+from tensorflow.python.eager import context
 
 
 def keras_mask(x):
@@ -58,6 +59,21 @@ class BatchNormWithMoments(keras.layers.BatchNormalization):
 def made_by_compile(model):
     """An object that every `model.compile` makes anew (`_loss_tracker`): Keras has no public mark of a compilation."""
     return model._loss_tracker
+
+
+def register_function(function):
+    """Make a FunctionDef callable by its name (`context.add_function_def`): public API has only traced functions."""
+    context.context().add_function_def(function)
+
+
+def function_definition(name):
+    """The FunctionDef of a function that a graph calls by name (`context.get_function_def`)."""
+    return context.context().get_function_def(name)
+
+
+def forget_function(name):
+    """Undo `register_function` (`context.remove_function`)."""
+    context.context().remove_function(name)
 
 
 def restore_method_name():
