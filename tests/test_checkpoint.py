@@ -1,4 +1,4 @@
-"""Checkpoints: all of the state comes back, on any number of devices; bad ones are named; failing to write harms none."""
+"""Checkpoints: all state comes back, on any number of devices; bad ones are named; failing to write harms none."""
 
 import json
 import shutil
@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracle import assert_copies_equal, devices, state
-from small_models import built, classification, compiled, cross_entropy, features, linear, regression
 
 import multitower as mt
 from multitower import checkpoint, storage
-from multitower.errors import CheckpointError, Stopped
+from multitower.errors import CheckpointError, StoppedError
+from oracle import assert_copies_equal, devices, state
+from small_models import built, classification, compiled, cross_entropy, features, linear, regression
 
 ROWS, BATCH = 22, 4
 
@@ -219,7 +219,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used_only_if_allowed(train
     with pytest.raises(CheckpointError, match=told) as raised:
         checkpoint.restore(trained, tmp_path)
     assert str(saved) in str(raised.value)
-    assert "the one before it is 000001-epoch-1-batch-0: it is used only if you allow" in str(raised.value)
+    assert "the one before it is 000001-epoch-1-batch-0: used only with --allow-older" in str(raised.value)
     with pytest.warns(UserWarning, match=told):
         assert checkpoint.restore(trained, tmp_path, allow_older=True).epoch == 1
 
@@ -321,7 +321,7 @@ def test_a_stop_saves_at_once_and_is_no_failure(tmp_path, where, name):
     with checkpoint.stop_requests() as stop:
         saving = checkpoint.Checkpoints(trainer, tmp_path, stop=stop)
         data = batches(regression(ROWS))
-        with pytest.raises(Stopped, match=f"stopped by SIG.*, saved in .*{name}"):
+        with pytest.raises(StoppedError, match=f"stopped by SIG.*, saved in .*{name}"):
             trainer.fit(
                 data, validation_data=data, epochs=3, callbacks=[Ask(stop, **where), saving], shuffle=False, verbose=0
             )

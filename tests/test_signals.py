@@ -1,5 +1,6 @@
 """SIGTERM, SIGINT and SIGKILL to a process that trains: nothing that was saved is lost, and the run goes on."""
 
+import contextlib
 import os
 import random
 import re
@@ -145,10 +146,9 @@ def test_the_first_signal_saves_and_a_run_goes_on(server):
 def test_a_second_signal_ends_a_step_that_hangs(server, tmp_path):
     """The step sleeps in C++ code of TensorFlow, where no Python handler gets a turn."""
     job = server.log.parent / "hangs.py"
-    hang = "x = x + tf.numpy_function(lambda: (time.sleep(600), 0.0)[1], [], tf.float64)"
     job.write_text(
         JOB.replace("import time", "import time\nimport tensorflow as tf")
-        + f"""
+        + """
 class Hangs(keras.Model):
     def __init__(self):
         super().__init__()
@@ -166,7 +166,6 @@ def build_model():
     return model
 """
     )
-    assert hang
     pid = server.start("train", "hangs.py", "--devices", "cpu:1", "--run-dir", tmp_path / "run")
     server.until("tracing")
     time.sleep(2)
@@ -212,12 +211,10 @@ def kill_and_resume(server, whole, run_dir, kills, seed):
     killed = 0
     before = 0
     for _ in range(kills):
-        pid = server.start("train", "--devices", f"cpu:{random_moment.choice([2])}", *arguments)
+        pid = server.start("train", "--devices", "cpu:2", *arguments)
         time.sleep(random_moment.uniform(0.0, 6.0))
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         code = server.exit_code()
         killed += code == -signal.SIGKILL
         assert code in (0, -signal.SIGKILL), server.log.read_text()

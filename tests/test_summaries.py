@@ -1,18 +1,19 @@
 """Summaries: what TensorBoard reads, the table, the picture, and that norms and noise scale are the right numbers."""
 
+import itertools
 import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracle import devices
-from small_models import classification, compiled, features, linear, numbers, regression
 
 import multitower as mt
 from multitower import summaries
 from multitower.gradient_norms import GradientNorms, squared_norm
 from multitower.throughput import Throughput, rows_by_step
+from oracle import devices
+from small_models import classification, compiled, features, linear, numbers, regression
 
 ROWS, BATCH = 22, 4
 
@@ -125,7 +126,7 @@ def test_norms_are_those_of_plain_gradients(count, rows):
     trainer.train_on_batch(x, y)
     shares = [rows // count + (i < rows % count) for i in range(count)]
     starts = np.cumsum([0, *shares])
-    parts = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    parts = [slice(a, b) for a, b in itertools.pairwise(starts)]
     whole = squared(plain_gradients(trainer.model, x, y))
     towers = [squared(plain_gradients(trainer.model, x[p], y[p])) if p.start < p.stop else None for p in parts]
     seen = norms.take()

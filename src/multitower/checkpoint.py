@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from . import storage, upstream
-from .errors import CheckpointError, Stopped
+from .errors import CheckpointError, StoppedError
 from .stopping import stop_requests
 
 __all__ = ["Checkpoints", "Position", "latest", "restore", "save", "stop_requests"]
@@ -139,12 +139,15 @@ def _usable(directory: Path, groups, allow_older: bool) -> tuple[Path, dict[str,
         except CheckpointError as error:
             problems.append(str(error))
             if not allow_older:
-                offer = (
-                    f"; the one before it is {older.name}: it is used only if you allow an older one" if older else ""
-                )
-                raise CheckpointError(f"{error}{offer}") from None
+                raise CheckpointError(f"{error}{_offer(older)}") from None
         warnings.warn(f"{problems[-1]}; an older one is used", stacklevel=3)
     raise CheckpointError(f"no checkpoint of {directory} can be used: {'; '.join(problems)}")
+
+
+def _offer(older: Path | None) -> str:
+    if older is None:
+        return ""
+    return f"; the one before it is {older.name}, used only with --allow-older, in Python allow_older=True"
 
 
 def _checked(path: Path, groups) -> dict[str, Any]:
@@ -252,7 +255,7 @@ def _check_keep(keep) -> None:
 class Checkpoints(keras.callbacks.Callback):
     """Keras callback that saves a checkpoint every so many epochs and steps, and where a stop is asked for.
 
-    Give it to `fit` behind callbacks that write what belongs to an epoch (a table, say): then that is on the disk first.
+    Give it to `fit` behind callbacks that write what belongs to an epoch (a table, say): that is on the disk first.
 
     Args:
         trainer: the `multitower.Trainer` whose `fit` it is given to.
@@ -260,8 +263,8 @@ class Checkpoints(keras.callbacks.Callback):
         every_epochs: epochs from one checkpoint to the next; None for none at the end of epochs.
         every_steps: steps from one to the next, also in the middle of an epoch; None for none there.
         keep: how many are kept, the newest; None for all.
-        stop: a `Stop` of `stop_requests`: where it was asked for, the step is finished, a checkpoint saved and `Stopped`
-            raised.
+        stop: a `Stop` of `stop_requests`: where it was asked for, the step is finished, a checkpoint is saved and
+            `StoppedError` raised.
 
     Raises:
         CheckpointError: from `fit`: another run writes there, or see `save`.
@@ -300,18 +303,18 @@ class Checkpoints(keras.callbacks.Callback):
             return
         self._unsaved += batch + 1 - self._done
         self._done = batch + 1
-        if self._stopping:
+        if self._stop_signal:
             self._save_and_stop()
         elif self._every_steps is not None and self._unsaved >= self._every_steps:
             self._save(self._epoch, self._done)
 
     def on_test_batch_end(self, batch, logs=None):
-        if self._epoch is not None and self._stopping:  # not for an evaluation after training
+        if self._epoch is not None and self._stop_signal:  # not for an evaluation after training
             self._save_and_stop()
 
     def on_epoch_end(self, epoch, logs=None):
         self._epoch, self._done = epoch + 1, 0
-        if self._stopping:
+        if self._stop_signal:
             self._save_and_stop()
         elif self._every_epochs is not None and (epoch + 1) % self._every_epochs == 0:
             self._save(epoch + 1, 0)
@@ -327,8 +330,8 @@ class Checkpoints(keras.callbacks.Callback):
             self._lock = None
 
     @property
-    def _stopping(self):
-        return self._stop is not None and self._stop.signal is not None
+    def _stop_signal(self):
+        return self._stop.signal if self._stop is not None else None
 
     def _save(self, epoch, batch):
         self.path = save(self._trainer, self._directory, epoch=epoch, batch=batch, keep=self._keep)
@@ -337,4 +340,4 @@ class Checkpoints(keras.callbacks.Callback):
     def _save_and_stop(self):
         self._save(self._epoch, self._done)
         self.close()
-        raise Stopped(f"stopped by {self._stop.signal}, saved in {self.path}")
+        raise StoppedError(f"stopped by {self._stop_signal}, saved in {self.path}")

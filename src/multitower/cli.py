@@ -44,7 +44,7 @@ class _Commands(click.Group):
 
 
 def _command_error(error: BaseException, failure: int) -> _CommandError:
-    from .errors import MultitowerError, Stopped, TowerError
+    from .errors import MultitowerError, StoppedError, TowerError
     from .stopping import EXIT_CODE
 
     message = " ".join(str(error).split())
@@ -52,7 +52,7 @@ def _command_error(error: BaseException, failure: int) -> _CommandError:
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []) if "\n" not in note)
     if isinstance(error, KeyboardInterrupt):
         return _CommandError(f"interrupted{notes}", 130)
-    if isinstance(error, Stopped):
+    if isinstance(error, StoppedError):
         return _CommandError(f"{message}{notes}", EXIT_CODE)
     if isinstance(error, MultitowerError) and not isinstance(error, TowerError):
         return _CommandError(f"{message}{notes}", 2)

@@ -1,4 +1,4 @@
-"""The training data of `multitower train`: the order of every epoch depends on the seed and its number, on nothing else.
+"""The training data of `multitower train`: the order of an epoch depends on the seed and its number, on nothing else.
 
 Keras shuffles arrays by a random state that depends on all that came before, so a run that starts again with its third
 epoch would get the order of the first. Here
@@ -41,7 +41,7 @@ class Epochs(keras.callbacks.Callback):
                 iter(data)  # a shuffle draws the seed of its next order when an iterator is made
             self.dataset = _read_once(lambda _: data, int(data.cardinality()))
         else:
-            arrays = keras.tree.map_structure(_sliceable, _in_tuples(data))
+            arrays = keras.tree.map_structure(_sliceable, _in_tuples([part for part in data if part is not None]))
             rows = _rows(arrays)
             self.dataset = _read_once(lambda _: self._shuffled(arrays, rows, batch_size, seed), -(-rows // batch_size))
 

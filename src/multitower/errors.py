@@ -6,7 +6,7 @@
     ├── BatchError    (ValueError)    a batch that cannot be split over towers
     ├── JobError      (ValueError)    a job, its parameters or its run directory
     ├── CheckpointError (ValueError)  a checkpoint that is not there, is damaged or is of another model
-    ├── Stopped       (RuntimeError)  training that a signal stopped, after its state was saved
+    ├── StoppedError  (RuntimeError)  training that a signal stopped, after its state was saved
     └── TowerError    (RuntimeError)  a step that failed inside a tower
 
 Each message says what was received, what was expected and how to fix it, on one line. Errors of Keras and
@@ -38,7 +38,7 @@ class CheckpointError(MultitowerError, ValueError):
     """A checkpoint or its directory is unusable: none there, damaged, of another model, locked by another run."""
 
 
-class Stopped(MultitowerError, RuntimeError):
+class StoppedError(MultitowerError, RuntimeError):
     """Training ended early because a signal asked for it, and its state was saved; it is no failure."""
 
 

@@ -6,8 +6,8 @@ gradient of n rows has, around the true one G, the variance tr(Σ) / n, so that 
     |G_n|² = |G|² + tr(Σ) / n        B_simple = tr(Σ) / |G|²
 
 and two different n, b and B, give both unknowns. B_simple is about the batch size beyond which larger batches save few
-steps: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), section 2.2 and appendix A.1. Both parts are
-averaged over steps before they are divided, as one step alone tells little.
+steps: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), section 2.2 and appendix A.1. Both parts
+are averaged over steps before they are divided, as one step alone tells little.
 """
 
 import threading
@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from .collectives import sum_over_towers
-from .tower import Weighting, current
+from .tower import Weighting, this_tower
 
 _tracing = threading.local()
 
@@ -62,7 +62,7 @@ class GradientNorms:
         )
 
     def add(self, tower, own, whole):
-        """In a step: add |G_b|² of this tower, given as a scalar, and |G_B|² of all; a step that overflowed is left out."""
+        """In a step: add |G_b|² of this tower and |G_B|² of all, both scalars; a step that overflowed is left out."""
         rows = tf.cast(tower.rows, tf.float32)
         present = tf.cast(rows > 0, tf.float32)
         squared = sum_over_towers(tf.one_hot(tower.index, self.count) * own) if self.count > 1 else own[None]
@@ -97,7 +97,7 @@ def record_gradients(optimizer, gradients, summed):
     norms, recorded = getattr(_tracing, "recorder", None) or (None, None)
     if norms is None or optimizer is not recorded:
         return
-    tower = current()
+    tower = this_tower()
     own = whole = squared_norm(summed, optimizer)
     if tower.count > 1:
         own = squared_norm(gradients, optimizer)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, storage
-from .errors import JobError, Stopped
+from .errors import JobError, StoppedError
 from .job import builtin_jobs, find_job
 from .parameters import parse_params
 
@@ -125,7 +125,7 @@ class RunDirectory:
         lock = storage.Lock(self.path)
         try:
             yield
-        except Stopped as stopped:
+        except StoppedError as stopped:
             stopped.add_note(f"go on with: multitower train --resume {self.path}")
             raise
         except BaseException as error:

@@ -95,12 +95,12 @@ class Summaries(keras.callbacks.Callback):
         return added
 
     def _learning_rate(self):
-        return float(self.model.optimizer.learning_rate)
+        return float(self._trainer.model.optimizer.learning_rate)
 
     def _write_averages(self, step):
         """Histograms of the moving averages of weights, and how far the weights are from them, |w − a| / |a|."""
-        averages = upstream.weight_averages(self.model.optimizer)
-        for variable, average in zip(self.model.trainable_variables, averages, strict=False):
+        averages = upstream.weight_averages(self._trainer.model.optimizer)
+        for variable, average in zip(self._trainer.model.trainable_variables, averages, strict=False):
             value, mean = np.asarray(variable, np.float64), np.asarray(average, np.float64)
             _histogram(f"average/{variable.path}", mean, step)
             distance, size = np.linalg.norm(value - mean), np.linalg.norm(mean)
@@ -111,7 +111,7 @@ class Summaries(keras.callbacks.Callback):
         if part not in self._writers:
             self._writers[part] = tf.summary.create_file_writer(str(self._directory / part))
         with self._writers[part].as_default():
-            yield int(self.model.optimizer.iterations.numpy())
+            yield int(self._trainer.model.optimizer.iterations.numpy())
         self._writers[part].flush()
 
     def on_train_end(self, logs=None):
@@ -162,7 +162,7 @@ class Table(keras.callbacks.Callback):
     def __init__(self, path, first_epoch=0):
         super().__init__()
         self._path = Path(path)
-        self._rows = [row for row in read_table(self._path) if int(row["epoch"]) < first_epoch]
+        self._rows: list[dict[str, Any]] = [row for row in read_table(self._path) if int(row["epoch"]) < first_epoch]
 
     def on_epoch_end(self, epoch, logs=None):
         self._rows.append({"epoch": epoch, **{name: float(np.mean(value)) for name, value in (logs or {}).items()}})

@@ -132,7 +132,7 @@ def run(
     Raises:
         MultitowerError: job, parameters, devices, data, run directory or checkpoint are unusable; training has not
             begun.
-        Stopped: SIGTERM or SIGINT came while training, and a checkpoint has been saved.
+        StoppedError: SIGTERM or SIGINT came while training, and a checkpoint has been saved.
 
     An error of training itself is passed on with a note that tells what the run directory holds.
     """
@@ -208,7 +208,7 @@ def _restored(trainer, directory: RunDirectory, settings: Settings, validation, 
     batch = next(iter(batches))
     batch = batch if isinstance(batch, tuple) else (batch,)
     position = restore(trainer, directory.checkpoints, batch=batch, allow_older=allow_older)
-    trained, wanted = position.epoch, settings.epochs
+    trained, wanted = position.epoch, settings.epochs or 0
     if trained > wanted or (trained == wanted and directory.report.is_file()):
         raise JobError(f"the run in {directory.path} has trained {trained} epochs; give --epochs more than that")
     print(f"going on at {position} of {wanted} epochs, after {position.step} steps")

@@ -64,7 +64,7 @@ class Trainer:
         loss_over: "batch": the loss and the metrics are those of the outputs of all towers, whatever they compute;
             "shard": those of the tower's own rows, weighted by rows, for outputs too large to gather (segmentation).
             Then exact only where the loss is a mean over rows of equal size and the states of metrics are sums.
-        evaluate_on: "all": evaluate, validation and predict run on all towers; "one": they are those of the plain model.
+        evaluate_on: "all": evaluate, predict and validation run on all towers; "one": they are the plain model's.
         seed: of Keras' global random state, set now; None: left as it is.
 
     Raises:
@@ -146,7 +146,7 @@ class Trainer:
     def _trained(self):
         """The towers of train_step."""
         self._follow_compile()
-        return self._functions["train_function"].towers
+        return self._train_function.towers
 
     @property
     def traces(self):
@@ -232,7 +232,7 @@ class Trainer:
                 )
             for variable, value in self._start.metrics:
                 variable.assign(value)
-            self._functions["train_function"].pass_over(batch, self.model.get_metrics_result())
+            self._train_function.pass_over(batch, self.model.get_metrics_result())
         self.refresh()
 
     @contextmanager
@@ -257,9 +257,8 @@ class Trainer:
         if self._compiled is compiled:
             return
         self._compiled = compiled
-        self._functions = {
-            "train_function": _Loop(self._steps("train_step"), self.model.steps_per_execution),
-        }
+        self._train_function = _Loop(self._steps("train_step"), self.model.steps_per_execution)
+        self._functions = {"train_function": self._train_function}
         if self._evaluate_on == "one":
             return
         self._functions |= {
@@ -268,7 +267,7 @@ class Trainer:
         }
 
     def record_gradients(self, norms):
-        """Have every step note the norms of its gradients in a `GradientNorms`, None for none; steps are traced anew."""
+        """Have steps note the norms of their gradients in a `GradientNorms`, None for none; they are traced anew."""
         if norms is not self._norms:
             self._norms = norms
             self._compiled = None
