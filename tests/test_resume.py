@@ -31,7 +31,7 @@ def build_model(dropout=0.0):
         keras.layers.Dropout(dropout),
         keras.layers.Dense(1),
     ])
-    optimizer = keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.9)
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9, use_ema=True, ema_momentum=0.9)
     model.compile(optimizer, "mse", metrics=["mae"])
     return model
 
@@ -100,8 +100,11 @@ def begun(job, tmp_path_factory):
     return copy_of
 
 
-@pytest.mark.parametrize("after", [1, 2, 4])
-@pytest.mark.parametrize("before", [1, 2, 4])
+FAST = [(4, 1), (2, 2)]
+GRID = [(a, b) if (a, b) in FAST else pytest.param(a, b, marks=pytest.mark.slow) for a in (1, 2, 4) for b in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(("before", "after"), GRID)
 def test_three_epochs_and_two_more_are_five(begun, runs, tmp_path, before, after):
     run_dir = begun(before, tmp_path / "run")
     report = train.run(devices=devices(after), epochs=EPOCHS, resume=run_dir)
@@ -234,7 +237,7 @@ X = np.random.default_rng(3).normal(size=(ROWS, 3)).astype("float32")
 Y = X[:, :1]
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("steps_per_execution", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fit_goes_on_inside_an_epoch_for_users_of_the_library(tmp_path, steps_per_execution):
     whole, first, second = (built_trainer(2, steps_per_execution=steps_per_execution) for _ in range(3))
     fit = {"x": X, "y": Y, "batch_size": BATCH, "shuffle": False, "verbose": 0, "validation_data": (X[:5], Y[:5])}
@@ -269,7 +272,7 @@ def test_data_that_end_before_the_position_are_told(tmp_path):
     trainer = built_trainer(1)
     trainer.test_on_batch(X, Y)
     trainer.start_at(0, 5)
-    data = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(BATCH).filter(lambda *_: True)  # of unknown size
     with pytest.raises(BatchError, match="the data end 1 batches before the one where training is to go on"):
         trainer.fit(data, steps_per_epoch=6, shuffle=False, verbose=0)
 
@@ -332,7 +335,7 @@ def test_all_kinds_of_arrays_are_shuffled_alike():
     }
     for x_batch, y in Epochs((x, number, None), 3).dataset:
         assert x_batch["array"].dtype == "float32"
-        for got in (x_batch["array"], x_batch["frame"][:, 1], x_batch["ragged"][:, 0], x_batch["list"][0]):
+        for got in (x_batch["array"], x_batch["frame"][:, 1], x_batch["ragged"].to_tensor()[:, 0], x_batch["list"][0]):
             np.testing.assert_array_equal(got, y)
         assert x_batch["list"][1].numpy().tolist() == [str(i).encode() for i in y.numpy()]
         for matrix in (x_batch["sparse"], x_batch["tensor"]):
