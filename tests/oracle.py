@@ -18,6 +18,10 @@ import multitower
 BOUND = 1e-6
 
 
+# Keyword arguments of every Trainer of the oracle: see conftest.py.
+OPTIONS = {"placement": "auto", "reduce": "auto"}
+
+
 def devices(count):
     """The first `count` of the logical CPU devices made in conftest.py."""
     return [f"CPU:{i}" for i in range(count)]
@@ -46,7 +50,7 @@ def check(build, train, count, bound=BOUND, **options):
         The pair (plain model, Trainer).
     """
     plain, model = twins(build)
-    return compare(plain, multitower.Trainer(model, devices(count), **options), train, bound)
+    return compare(plain, multitower.Trainer(model, devices(count), **{**OPTIONS, **options}), train, bound)
 
 
 def compare(plain, trainer, train, bound=BOUND):
@@ -72,7 +76,11 @@ def check_again(build, train, count, bound=BOUND):
 @functools.lru_cache(maxsize=2)
 def _kept(build, count):
     plain, model = twins(build)
-    return plain, multitower.Trainer(model, devices(count)), [variable.numpy() for variable in _learned(plain)]
+    return (
+        plain,
+        multitower.Trainer(model, devices(count), **OPTIONS),
+        [variable.numpy() for variable in _learned(plain)],
+    )
 
 
 def _learned(model):

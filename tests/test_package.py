@@ -24,7 +24,7 @@ LAYERS = [
     ["exchange", "reduce", "norm", "gradient_norms"],
     ["placement", "batches", "hooks", "parts"],
     ["towers"],
-    ["trainer"],
+    ["ahead", "trainer"],
     ["jobs.__init__", "jobs.digits", "job", "checkpoint", "epochs", "summaries", "run_directory", "train"],
     [
         f"verification.{m}"

@@ -399,7 +399,7 @@ def test_control_equal_weights_for_unequal_shards_are_seen(monkeypatch):
 
 
 def test_control_a_copy_that_differs_is_seen():
-    _, trainer = check(linear, lambda m: m.train_on_batch(**regression(5)), 3)
+    _, trainer = check(linear, lambda m: m.train_on_batch(**regression(5)), 3, placement="replicated")
     copy = trainer.copies(trainer.model.trainable_variables[0])[2]
     copy.assign(np.nextafter(copy.numpy(), np.float32(2)))
     with pytest.raises(AssertionError, match="differs between towers 0 and 2"):

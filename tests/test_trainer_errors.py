@@ -264,8 +264,3 @@ def test_a_layer_that_raises_while_it_is_traced():
     assert multitower.tower_count() == 1
     trainer.model.layers[0].broken = False
     assert works(trainer)
-
-
-def test_xla_is_not_used_and_that_is_said():
-    with pytest.warns(UserWarning, match="towers run without XLA"):
-        multitower.Trainer(compiled([layers.Dense(1)], jit_compile=True), ["CPU:0"])

@@ -85,6 +85,11 @@ class Group:
         """Whether towers meet by edges between their graphs."""
         return self.reduce in ("host", "gather")
 
+    @property
+    def packs(self):
+        """Whether tensors travel better together than one by one."""
+        return not self.in_graph or any("GPU:" in d.upper() for d in self.devices)
+
     def meet(self):
         """Let the towers meet once before their first collective, with nothing else to fail.
 

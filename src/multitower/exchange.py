@@ -138,8 +138,8 @@ def gather_outputs(x):
         message="multitower: an output of the model does not have one row for each row of the batch",
     )
     with tf.control_dependencies([check]):
-        counts = tf.identity(tower.rows)
-    gathered = gather_rows(x, counts, lambda dy: _own_part(dy, counts, tower) * tower.inverse_share(dy.dtype))
+        counts, checked = tf.identity(tower.rows), tf.identity(x)
+    gathered = gather_rows(checked, counts, lambda dy: _own_part(dy, counts, tower) * tower.inverse_share(dy.dtype))
     tower.remember(x, gathered)
     return gathered
 

@@ -84,7 +84,7 @@ def variables_device(placement):
     if not device:
         return None
     names = parse([device])
-    return f"/device:{names[0]}"
+    return f"/device:{names[0]}" if isinstance(names, tuple) else None
 
 
 @cache

@@ -1,7 +1,9 @@
 """Gradients of N towers to the gradient of the global batch, equal to the bit on all towers.
 
-Dense gradients travel flat, many in one collective (a bucket); sparse ones (tf.IndexedSlices) keep their rows: the
-slices of all towers one behind the other, as one device would have had them. The order of the gradients and which of
+Dense gradients travel flat, many at once (a bucket), the first bucket being small so that it is full soon; a bucket
+leaves when the last of its gradients is there, while backward goes on. On CPU devices, where nothing travels, every
+gradient is summed by itself. Sparse ones (tf.IndexedSlices) keep their rows: each tower adds up what it has for the
+same row, and the slices of all towers stand one behind the other. The order of the gradients and which of
 them are None are those of the trace, the same on every tower.
 """
 
@@ -13,6 +15,7 @@ from .collectives import sum_over_towers
 from .exchange import all_gather
 from .tower import Weighting, current
 
+FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -45,8 +48,11 @@ def _sum_gradients(gradients, weigh):
 
 def sum_dense(tensors, weigh=tf.identity):
     """Σ_i over towers of each of a list of dense tensors, many in one collective; `weigh` maps a tower's part first."""
+    tower = current()
+    if tower is not None and not tower.group.packs:
+        return [sum_over_towers(weigh(t)) for t in tensors]
     summed = list(tensors)
-    for bucket in buckets(tensors, BUCKET_BYTES):
+    for bucket in buckets(tensors, BUCKET_BYTES, FIRST_BUCKET_BYTES):
         members = [tensors[i] for i in bucket]
         total = sum_over_towers(weigh(tf.concat([tf.reshape(t, [-1]) for t in members], 0)))
         parts = tf.split(total, [_elements(t) for t in members])
@@ -55,16 +61,22 @@ def sum_dense(tensors, weigh=tf.identity):
     return summed
 
 
-def buckets(tensors, limit_bytes):
-    """Positions of `tensors` in groups of one dtype and at most `limit_bytes` (or one tensor), last tensor first.
+def buckets(tensors, limit_bytes, first_bytes=None):
+    """Positions of `tensors` in groups of one dtype, last tensor first.
 
     Backward produces the gradients of the last layers first, so the first bucket is complete first.
+
+    Args:
+        tensors: list of tensors.
+        limit_bytes: size of a bucket; a larger tensor has one of its own.
+        first_bytes: size of the first bucket of a dtype; None: `limit_bytes`.
     """
-    groups, open_group = [], {}
+    groups, open_group, limits = [], {}, {}
     for i in reversed(range(len(tensors))):
         dtype, size = tensors[i].dtype, _size_bytes(tensors[i])
         members, used = open_group.get(dtype, (None, 0))
-        if members is None or used + size > limit_bytes:
+        if members is None or used + size > limits[dtype]:
+            limits[dtype] = limit_bytes if dtype in limits else first_bytes or limit_bytes
             members, used = [], 0
             groups.append(members)
         members.append(i)
@@ -81,8 +93,9 @@ def _elements(tensor):
 
 
 def _sum_slices(gradient, weigh):
-    """Slices of all towers; each tower gives only the rows that its shard touched."""
-    return tf.IndexedSlices(all_gather(weigh(gradient.values)), all_gather(gradient.indices), gradient.dense_shape)
+    """Slices of all towers; each tower gives only the rows that its shard touched, each once."""
+    own = _merged_slices([gradient])
+    return tf.IndexedSlices(all_gather(weigh(own.values)), all_gather(own.indices), gradient.dense_shape)
 
 
 def average_gradients(tower_grads, rows=None):

@@ -10,6 +10,7 @@ One call of a replicated step, in reading order:
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -197,6 +198,7 @@ class TowerStep:
         batch_norm: "global" or "tower".
         weighting: where the weight of a tower's rows enters its backward pass.
         loss_over_shard: see `tower.Tower`.
+        jit: whether XLA compiles what it can of each tower's operations.
         inside: makes one more context in which the step is traced.
         autograph: whether Python control flow on tensors in the step becomes graph control flow.
 
@@ -219,6 +221,7 @@ class TowerStep:
         batch_norm="global",
         weighting=Weighting.GRADIENT,
         loss_over_shard=False,
+        jit=False,
         inside: Callable[[], AbstractContextManager] = nullcontext,
         autograph=True,
     ):
@@ -234,6 +237,7 @@ class TowerStep:
         self._batch_norm = batch_norm
         self._weighting = weighting
         self._loss_over_shard = loss_over_shard
+        self._jit = jit
         self._more_context = inside
         self._programs = []
 
@@ -305,6 +309,7 @@ class TowerStep:
             meeting_device=_HOST if self.reduce[0] == "host" else None,
             agree=self._agree,
         )
+        weakref.finalize(self, upstream.forget_function, function).atexit = False
         return bound, function
 
     def _place(self, placement, reason):
@@ -331,6 +336,8 @@ class TowerStep:
             stack.enter_context(keras_in_towers(self._batch_norm))
             stack.enter_context(self._more_context())
             stack.enter_context(traced_for(tower))
+            if self._jit:  # clusters of operations, so that towers can meet between them
+                stack.enter_context(tf.xla.experimental.jit_scope())
             yield
 
     def emit(self, args, kwargs=None):
@@ -344,10 +351,17 @@ class TowerStep:
             The results of the step for the global batch; see `replicate`.
         """
         batch = (args, kwargs or {})
+        return self.emit_split(batch, *self.split(batch))
+
+    def split(self, batch):
+        """(rows, shards): see `batches.split`; on the host."""
+        with tf.device(_HOST), tf.name_scope("multitower_input"):
+            return batches.split(batch, len(self.devices))
+
+    def emit_split(self, batch, rows, shards):
+        """`emit` for a batch, (args, kwargs), that has been split."""
         program = self.program(*batch)
         with tf.device(_HOST):
-            with tf.name_scope("multitower_input"):
-                rows, shards = batches.split(batch, len(self.devices))
             parts = zip(batches.components(batch), program.reads_whole, strict=True)
             whole = [part if is_read else _no_rows(part) for part, is_read in parts]
             return _merged(program.results, self._call(program, shards, whole, rows), rows)

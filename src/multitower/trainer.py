@@ -5,11 +5,12 @@ where it is None. For the time of a call the Trainer puts its own functions ther
 and progress bar is Keras', and callbacks see the plain model. One batch goes this way:
 
     keras.Model.fit → train_function → TowerStep.emit → on every device: model.train_step on the tower's rows
+
+What the model is compiled with holds for towers: `steps_per_execution`, and `jit_compile`, XLA inside each tower.
 """
 
 import functools
 import inspect
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from . import batches, upstream
+from .ahead import Ahead
 from .collectives import choose_reduce
 from .device import devices as resolve_devices
 from .errors import BatchError, ModelError
@@ -109,10 +111,6 @@ class Trainer:
         _check_variables(model, self._variables_device)
         if seed is not None:
             keras.utils.set_random_seed(seed)
-        if model.jit_compile and not any("GPU" in device for device in self._devices):  # on GPUs it is Keras' default
-            warnings.warn(
-                f"model {model.name!r} is compiled with jit_compile=True; towers run without XLA", stacklevel=2
-            )
         self._batch_norm = batch_norm
         self._micro_batches = micro_batches
         self._loss_over = loss_over
@@ -156,7 +154,7 @@ class Trainer:
 
     @_as_in_keras
     def fit(self, *args, **kwargs):
-        arguments = _arguments(self.model.fit, args, kwargs)
+        arguments = _prefetched(_arguments(self.model.fit, args, kwargs), ("x", "validation_data"))
         arguments["callbacks"] = _with_refresh(arguments.get("callbacks"), self)
         try:
             with self._on_towers():
@@ -166,15 +164,15 @@ class Trainer:
 
     @_as_in_keras
     def evaluate(self, *args, **kwargs):
-        _arguments(self.model.evaluate, args, kwargs)
+        arguments = _prefetched(_arguments(self.model.evaluate, args, kwargs), ("x",))
         with self._on_towers():
-            return self.model.evaluate(*args, **kwargs)
+            return self.model.evaluate(**arguments)
 
     @_as_in_keras
     def predict(self, *args, **kwargs):
-        _arguments(self.model.predict, args, kwargs)
+        arguments = _prefetched(_arguments(self.model.predict, args, kwargs), ("x",))
         with self._on_towers():
-            return self.model.predict(*args, **kwargs)
+            return self.model.predict(**arguments)
 
     @_as_in_keras
     def train_on_batch(self, *args, **kwargs):
@@ -287,6 +285,7 @@ class Trainer:
             batch_norm=self._batch_norm,
             weighting=Weighting.LOSS if own else Weighting.GRADIENT,
             loss_over_shard=self._loss_over == "shard",
+            jit=bool(self.model.jit_compile),
             inside=self._tracing,
             autograph=False,
         )
@@ -310,6 +309,8 @@ class _Loop:
         self._steps = steps
         self._run = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
         self._batch = Replicated(towers)
+        if steps == 1 and any("GPU" in device for device in towers.devices):
+            self._run = Ahead(towers)
 
     def __call__(self, iterator):
         if self._passing_over:
@@ -413,6 +414,14 @@ def _arguments(method, args, kwargs):
                 raise BatchError(
                     f"{name} has no rows: received an array of shape {tuple(shape)}; expected at least one row"
                 )
+    return arguments
+
+
+def _prefetched(arguments, names):
+    """The arguments with datasets that prepare batches while steps run."""
+    for name in names:
+        if isinstance(arguments.get(name), tf.data.Dataset):
+            arguments[name] = arguments[name].prefetch(tf.data.AUTOTUNE)
     return arguments
 
 

@@ -3,6 +3,8 @@
 Each function says which name it rests on and why there is no public one.
 """
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 from keras.src.random import seed_generator
@@ -61,19 +63,23 @@ def made_by_compile(model):
     return model._loss_tracker
 
 
+def _eager() -> Any:
+    return context.context()
+
+
 def register_function(function):
     """Make a FunctionDef callable by its name (`context.add_function_def`): public API has only traced functions."""
-    context.context().add_function_def(function)
+    _eager().add_function_def(function)
 
 
 def function_definition(name):
     """The FunctionDef of a function that a graph calls by name (`context.get_function_def`)."""
-    return context.context().get_function_def(name)
+    return _eager().get_function_def(name)
 
 
 def forget_function(name):
     """Undo `register_function` (`context.remove_function`)."""
-    context.context().remove_function(name)
+    _eager().remove_function(name)
 
 
 def restore_method_name():
