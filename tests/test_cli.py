@@ -96,10 +96,13 @@ def test_help_names_commands_and_options(run):
         "--set",
         "--run-dir",
         "--scale-lr",
+        "--placement",
+        "--reduce",
         "--seed",
         "--json",
         "--debug",
     ]
+    options += ["--resume", "--allow-older", "--save-epochs", "--save-steps", "--keep", "--evaluate-on", "--gradient-n"]
     assert all(option in text for option in options)
     assert "accuracy and loss are those of the validation data" in " ".join(text.split())
 
@@ -149,12 +152,23 @@ def test_train_writes_model_history_and_report(digits_run):
     report = last_json(done.stdout)
     assert re.fullmatch(r"runs/digits-\d{8}-\d{6}", report["run_dir"])
     files = {str(path.relative_to(cwd / report["run_dir"])) for path in cwd.rglob("*") if path.is_file()}
-    assert files == {"model.keras", "logs/history.csv", "logs/report.json"}
+    logs = {file for file in files if not file.startswith(("checkpoints/", "logs/tensorboard/"))}
+    assert logs == {
+        ".lock",
+        "run.json",
+        "model.keras",
+        "logs/history.csv",
+        "logs/report.json",
+        "logs/curves.png",
+    }
+    assert "checkpoints/000001-epoch-1-batch-0/manifest.json" in files
+    assert sum(file.startswith("logs/tensorboard/") for file in files) == 2
     assert json.loads((cwd / report["logs"] / "report.json").read_text()) == report
     with open(cwd / report["logs"] / "history.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 1
-    assert rows[0].keys() == {"epoch", "accuracy", "loss", "val_accuracy", "val_loss"}
+    columns = {"epoch", "accuracy", "loss", "val_accuracy", "val_loss", "learning_rate", "examples_per_second"}
+    assert rows[0].keys() == columns
     assert float(rows[0]["val_loss"]) == pytest.approx(report["loss"], rel=1e-5)
 
 
@@ -293,6 +307,8 @@ def test_digits_reach_97_percent_in_a_minute(tmp_path, devices):
         (["train", "{job}", "--run-dir", "{job}"], "is a file; give --run-dir a new or empty directory"),
         (["train", "{job}", "--run-dir", "{folder}"], "is not empty and is not overwritten; give --run-dir another"),
         (["train", "{job}", "--run-dir", "{job}/run"], "cannot be made (Not a directory); give --run-dir another one"),
+        (["train", "--resume", "{folder}", "--run-dir", "x"], "a run goes on in its own directory; leave --run-dir"),
+        (["train", "--resume", "{folder}"], "no run has begun there (no run.json)"),
         (["env", "--devices", "gpu:77"], "gpu:77"),
     ],
 )
@@ -351,7 +367,7 @@ def test_a_failure_in_training_is_one_line_and_exit_code_1(run, job):
     assert "Epoch 1/2" in out
     assert err.startswith("multitower: error: InvalidArgumentError: ")
     assert err.count("\n") == 1
-    assert re.search(r"; runs/job-\d{8}-\d{6} holds logs/history.csv \(--debug shows the traceback\)$", err)
+    assert re.search(r"; runs/job-\d{8}-\d{6} holds no file \(--debug shows the traceback\)$", err)
 
 
 @pytest.mark.parametrize("place", [["--debug", "train", "{job}"], ["train", "{job}", "--debug"]])
@@ -370,7 +386,7 @@ def test_a_long_message_is_cut(run, job):
     assert len(err) < 1000
 
 
-def test_ctrl_c_is_one_line_and_exit_code_130(job, tmp_path):
+def test_ctrl_c_saves_and_is_one_line_and_exit_code_75(job, tmp_path):
     with subprocess.Popen(
         [*COMMAND, "train", str(job), "--epochs", "100000", "--devices", "cpu:1", "--run-dir", "run"],
         cwd=tmp_path,
@@ -385,8 +401,9 @@ def test_ctrl_c_is_one_line_and_exit_code_130(job, tmp_path):
                 process.send_signal(signal.SIGINT)
                 break
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == "multitower: error: interrupted; run holds logs/history.csv\n"
+    assert process.returncode == 75
+    saved = r"stopped by SIGINT, saved in run/checkpoints/\d{6}-epoch-\d+-batch-\d+"
+    assert re.fullmatch(rf"multitower: error: {saved}; go on with: multitower train --resume run\n", err)
 
 
 # env

@@ -436,3 +436,14 @@ def test_a_model_loaded_from_a_file_trains_on_towers(tmp_path):
     trainer.fit(**data, initial_epoch=1, epochs=2)
     assert_same_state(trainer, plain, bound=1e-5)
     assert_copies_equal(trainer)
+
+
+def test_weights_assigned_before_the_model_is_compiled_anew_reach_every_tower():
+    """The towers have copies from before, and the functions of the new compilation have not used them yet."""
+    trainer = multitower.Trainer(linear(), devices(2), placement="replicated")
+    trainer.test_on_batch(features(4), numbers(4))
+    for variable in trainer.model.variables:
+        variable.assign(variable + 1.0)
+    trainer.model.compile("sgd", "mse")
+    trainer.fit(features(4), numbers(4), verbose=0)
+    assert_copies_equal(trainer)

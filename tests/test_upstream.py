@@ -153,3 +153,25 @@ def test_a_profile_tells_what_the_executor_ran(tmp_path):
     assert "known:Tanh" in told
     assert "id" in told[upstream.FUNCTION_RUN] & told[upstream.EXECUTOR]
     assert {"name", "step_id"} <= told[upstream.ASYNC_START] & told[upstream.ASYNC_DONE]
+
+
+def test_global_seed_generator():
+    """keras.src.random.seed_generator.global_seed_generator: what keras.random draws from, and set_random_seed sets."""
+    keras.utils.set_random_seed(3)
+    generator = upstream.global_seed_generator()
+    before = generator.state.numpy().tolist()
+    keras.random.normal((2,))
+    assert upstream.global_seed_generator() is generator
+    assert generator.state.numpy().tolist() != before
+
+
+def test_weight_averages():
+    """Optimizer._model_variables_moving_average: the variables that follow the weights, in their order."""
+    weights = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0]])]
+    plain, averaging = keras.optimizers.SGD(), keras.optimizers.SGD(use_ema=True)
+    for optimizer in (plain, averaging):
+        optimizer.build(weights)
+    assert upstream.weight_averages(plain) == []
+    averages = upstream.weight_averages(keras.optimizers.LossScaleOptimizer(averaging))
+    assert [a.shape for a in averages] == [w.shape for w in weights]
+    assert {id(a) for a in averages} <= {id(v) for v in averaging.variables}

@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import schedule as schedule
-    from . import trials as trials
+    from . import checkpoint, schedule, trials
     from .device import devices
     from .exchange import all_gather, all_reduce
     from .norm import BatchNormalization
@@ -27,13 +26,16 @@ _EXPORTS = {
     "all_gather": "exchange",
     "all_reduce": "exchange",
     "average_gradients": "reduce",
+    "checkpoint": "",
     "devices": "device",
     "measure": "scaling",
     "replicate": "towers",
     "rows": "tower",
+    "schedule": "",
     "tower_count": "tower",
     "tower_index": "tower",
     "trace": "timeline",
+    "trials": "",
     "verify": "verification",
     "verify_step": "verification",
 }
@@ -46,31 +48,31 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "average_gradients",
+    "checkpoint",
     "devices",
     "measure",
     "replicate",
     "rows",
+    "schedule",
     "tower_count",
     "tower_index",
     "trace",
+    "trials",
     "verify",
     "verify_step",
 ]
 
 
-_MODULES = ("schedule", "trials")  # public as modules: multitower.schedule.staircase
-
-
 def __getattr__(name):
     """Load a public name when it is first used: `multitower --help` must not wait for TensorFlow."""
-    if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
     if name not in _EXPORTS:
         raise AttributeError(f"module 'multitower' has no attribute {name!r}")
+    if not _EXPORTS[name]:  # a module is a public name itself
+        return importlib.import_module(f".{name}", __name__)
     value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__():
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,9 @@
-"""The command line: `multitower train | verify | measure | trace | trials | env`. Thin: arguments, a function, printing.
+"""The command line: `multitower train | verify | measure | trace | trials | env`. Thin: arguments, a call, printing.
 
-Exit codes: 0; 1 where training failed; 2 where an argument, a job or a device is wrong; 130 after Ctrl-C; those of
-verify: 0 equal, 1 not equal, 2 could not run; of trials: see its help. An error is one line on stderr. TensorFlow is
-imported inside the commands, so that `--help` is immediate.
+Exit codes: 0; 1 where training failed; 2 where an argument, a job or a device is wrong; 75 where SIGTERM or Ctrl-C
+stopped training and a checkpoint was saved; 130 after Ctrl-C elsewhere; those of verify: 0 equal, 1 not equal, 2 could
+not run; of trials: see its help. An error is one line on stderr. TensorFlow is imported inside the commands, so that
+`--help` is immediate.
 """
 
 import json
@@ -43,13 +44,16 @@ class _Commands(click.Group):
 
 
 def _command_error(error: BaseException, failure: int) -> _CommandError:
-    from .errors import MultitowerError, TowerError
+    from .errors import MultitowerError, StoppedError, TowerError
+    from .stopping import EXIT_CODE
 
     message = " ".join(str(error).split())
     message = message if len(message) <= _LINE else f"{message[:_LINE]} …"
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []) if "\n" not in note)
     if isinstance(error, KeyboardInterrupt):
         return _CommandError(f"interrupted{notes}", 130)
+    if isinstance(error, StoppedError):
+        return _CommandError(f"{message}{notes}", EXIT_CODE)
     if isinstance(error, MultitowerError) and not isinstance(error, TowerError):
         return _CommandError(f"{message}{notes}", 2)
     return _CommandError(f"{type(error).__name__}: {message}{notes} (--debug shows the traceback)", failure)
@@ -83,13 +87,23 @@ _batch_size = click.option("--batch-size", type=click.IntRange(min=1), metavar="
 _settings = click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the job; can be repeated."
 )
+_placement = click.option(
+    "--placement",
+    default="auto",
+    show_default=True,
+    metavar="P",
+    help='Where variables live: replicated, shared, or "shared:cpu:0" for a device.',
+)
+_reduce = click.option(
+    "--reduce", default="auto", show_default=True, metavar="R", help="How towers meet: host, gather, ring or nccl."
+)
 _seed = click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of random numbers."
 )
 
 
 @cli.command()
-@click.argument("job", default="digits")
+@click.argument("job", required=False)
 @_devices
 @click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the training data.")
 @_batch_size
@@ -98,31 +112,82 @@ _seed = click.option(
 @click.option(
     "--scale-lr",
     type=click.Choice(["none", "linear", "sqrt"]),
-    default="none",
-    show_default=True,
-    help="How the learning rate follows the global batch: times B/B₀ or its root, B₀ being the job's own rows.",
+    help="How the learning rate follows the global batch: times B/B₀ or its root, B₀ being the job's own rows; none.",
 )
-@_seed
+@_placement
+@_reduce
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of random numbers; by default 0.")
+@click.option("--resume", metavar="DIR", help="Go on with the run in DIR, on any devices, from its newest checkpoint.")
+@click.option("--allow-older", is_flag=True, help="With --resume: use an older checkpoint if the newest is unusable.")
+@click.option(
+    "--save-epochs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Epochs a checkpoint."
+)
+@click.option("--save-steps", type=click.IntRange(min=1), metavar="N", help="Steps a checkpoint, within epochs too.")
+@click.option(
+    "--keep", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Checkpoints that are kept."
+)
+@click.option(
+    "--evaluate-on", type=click.Choice(["all", "one"]), default="all", show_default=True, help="Devices of validation."
+)
+@click.option("--gradient-norms", is_flag=True, help="Log norms of gradients, of each tower too, and the noise scale.")
 @_json
 @_debug
-def train(job, devices, epochs, batch_size, settings, run_dir, scale_lr, seed, as_json) -> None:
+def train(
+    job,
+    devices,
+    epochs,
+    batch_size,
+    settings,
+    run_dir,
+    scale_lr,
+    placement,
+    reduce,
+    seed,
+    resume,
+    allow_older,
+    save_epochs,
+    save_steps,
+    keep,
+    evaluate_on,
+    gradient_norms,
+    as_json,
+) -> None:
     """Train JOB on towers, report, and save the model.
 
     JOB is a built-in job (digits, the default) or a Python file with build_model(**params), which returns a compiled
     keras.Model, and load_data(**params), which returns (train, validation): tf.data.Datasets of batches or tuples of
     arrays (x, y); make_callbacks(**params), which returns Keras callbacks, may be there too.
 
+    SIGTERM or Ctrl-C finishes the step, saves a checkpoint and ends with exit code 75; a second one ends at once.
+
     In the report of --json, accuracy and loss are those of the validation data; metrics has all of both.
     """
     from .job import find_job
     from .parameters import parse_params
 
-    find_job(job)  # before TensorFlow is imported: a wrong name is told at once
+    if job or not resume:
+        find_job(job or "digits")  # before TensorFlow is imported: a wrong name is told at once
     params = parse_params(settings)
     start_tensorflow()
-    from .train import run
+    from .train import Saving, run
 
-    report = run(job, devices, epochs, batch_size, params, run_dir, seed, scale_lr)
+    report = run(
+        job,
+        devices,
+        epochs,
+        batch_size,
+        params,
+        run_dir,
+        seed,
+        scale_lr=scale_lr,
+        placement=placement,
+        reduce=reduce,
+        resume=resume,
+        allow_older=allow_older,
+        saving=Saving(save_epochs, save_steps, keep),
+        evaluate_on=evaluate_on,
+        gradient_norms=gradient_norms,
+    )
     _print_table("multitower train", _train_rows(report))
     if as_json:
         click.echo(report.as_json())
@@ -135,12 +200,13 @@ def _train_rows(report: Any) -> list[tuple[str, str]]:
         *((name, f"{_short(train[name])} train, {_short(validation[name])} validation") for name in train),
         ("examples/s", "–" if speed is None else f"{speed:,.0f} (first step and validation left out)"),
         ("devices", ", ".join(report.devices)),
-        ("towers", str(report.towers)),
+        ("towers", f"{report.towers}, variables {report.placement}, reduce by {report.reduce}"),
         ("rows per tower", f"{' + '.join(map(str, report.rows_per_tower))} of a batch of {report.batch_size}"),
         ("learning rate", f"that of the job × {report.lr_factor:.4g} (--scale-lr {report.scale_lr})"),
         ("seconds", f"{report.seconds:.1f} in all; epochs: {report.epochs}"),
         ("model", report.model),
         ("logs", report.logs),
+        ("curves", report.curves or "no picture: it needs matplotlib, python -m pip install 'multitower[plot]'"),
     ]
 
 

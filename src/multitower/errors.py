@@ -7,6 +7,8 @@
     ├── JobError      (ValueError)    a job, its parameters or its run directory
     ├── ScheduleError (ValueError)    a learning rate that cannot be made or scaled as asked
     ├── TraceError    (RuntimeError)  a step that cannot be traced
+    ├── CheckpointError (ValueError)  a checkpoint that is not there, is damaged or is of another model
+    ├── StoppedError  (RuntimeError)  training that a signal stopped, after its state was saved
     └── TowerError    (RuntimeError)  a step that failed inside a tower
 
 Each message says what was received, what was expected and how to fix it, on one line. Errors of Keras and
@@ -40,6 +42,14 @@ class ScheduleError(MultitowerError, ValueError):
 
 class TraceError(MultitowerError, RuntimeError):
     """A step cannot be traced (it runs no graph, something else is profiling, …)."""
+
+
+class CheckpointError(MultitowerError, ValueError):
+    """A checkpoint or its directory is unusable: none there, damaged, of another model, locked by another run."""
+
+
+class StoppedError(MultitowerError, RuntimeError):
+    """Training ended early because a signal asked for it, and its state was saved; it is no failure."""
 
 
 class TowerError(MultitowerError, RuntimeError):

@@ -26,6 +26,7 @@ from . import norm, upstream
 from .collectives import sum_over_towers
 from .errors import ModelError
 from .exchange import all_gather, all_reduce, gather_outputs
+from .gradient_norms import record_gradients
 from .placement import created_outside
 from .reduce import sum_dense, sum_gradients
 from .tower import Weighting, current, this_tower
@@ -47,7 +48,7 @@ def keras_in_towers(batch_norm="global"):
     with _lock, ExitStack() as stack:
         for root, name, hook, silences in _HOOKS:
             classes = (*root.__mro__, *_subclasses(root))
-            stack.enter_context(replaced(classes, name, hook, silences, on_one_tower=hook is _scale_loss))
+            stack.enter_context(replaced(classes, name, hook, silences, on_one_tower=hook in (_scale_loss, _apply)))
         for name, hook in _BATCH_NORM_HOOKS[batch_norm]:
             stack.enter_context(replaced((keras.layers.BatchNormalization,), name, hook, ()))
         yield
@@ -174,7 +175,9 @@ def _build_state(original, args, kwargs):
 
 def _apply(tower, original, optimizer, grads, *args, **kwargs):
     """Sum, then update: once, beside the variables, where towers share them."""
+    grads = list(grads)
     total = sum_gradients(grads)
+    record_gradients(optimizer, grads, total)
     with tower.labelling(UPDATE), _beside_variables(tower, *args, **kwargs):
         return original(total, *args, **kwargs)
 

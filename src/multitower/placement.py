@@ -153,6 +153,7 @@ class Replicas:
     def _forget(self, key):
         self._copies.pop(key, None)
         self._stale.pop(key, None)
+        self._refresh_all = None  # it goes by ids too, and another variable may get this one
 
     def mark_stale(self, variable):
         """The variable was changed from outside a step: towers 1 … N−1 have an old value."""
@@ -174,8 +175,9 @@ class Replicas:
         Args:
             variables: tf.Variables that steps on these devices are bound to.
         """
-        self._stale.clear()
         variables = [v for v in variables if self._copies.get(id(v))]
+        for variable in variables:  # others that changed stay noted: the model may have been compiled anew since
+            self._stale.pop(id(variable), None)
         if not variables:
             return
         key = tuple(id(v) for v in variables)

@@ -6,7 +6,7 @@ epoch 2   |                            step  step  step  step  … | validation 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -21,6 +21,7 @@ class Throughput(keras.callbacks.Callback):
 
     Args:
         rows_by_step: rows of each step of an epoch; None where a dataset given through `watched` tells them.
+        first_batch: function of the number of an epoch: batches of it that are passed over, see `Trainer.first_batch`.
 
     Example:
         >>> speed = Throughput(rows_by_step(len(x), 64))
@@ -28,8 +29,10 @@ class Throughput(keras.callbacks.Callback):
         >>> speed.examples_per_second
     """
 
-    def __init__(self, rows_by_step: Sequence[int] | None = None):
+    def __init__(self, rows_by_step: Sequence[int] | None = None, first_batch: Callable[[int], int] = lambda epoch: 0):
         super().__init__()
+        self._first_batch = first_batch
+        self._passed_over = 0
         self._watching = rows_by_step is None
         self._rows = list(rows_by_step or [])
         self._first_execution = True
@@ -61,10 +64,12 @@ class Throughput(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         if self._watching:
             self._rows.clear()
-        self._first_step = self._steps = 0
+        self._first_step = self._steps = self._passed_over = self._first_batch(epoch)
         self._start_seconds = None if self._first_execution else time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
+        if batch < self._passed_over:
+            return
         self._steps, self._logs = batch + 1, logs or {}
         if self._first_execution:
             _wait_for(self._logs)

@@ -1,6 +1,7 @@
 """What `multitower train` does: a job on towers, from checks to the saved model and the report.
 
-    job, parameters, run directory -> devices -> data, model -> Trainer.fit -> evaluate -> model.keras, report.json
+    job, parameters, run directory -> devices -> data, model (-> checkpoint) -> Trainer.fit, which saves checkpoints
+    -> evaluate -> model.keras, report.json
 
 What costs little to check is checked first, and the devices are chosen before a job's code can start TensorFlow.
 """
@@ -9,16 +10,18 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from .checkpoint import Checkpoints, latest, restore
 from .device import devices as choose_devices
+from .epochs import Epochs
 from .errors import JobError
 from .job import (
     Job,
@@ -31,9 +34,22 @@ from .job import (
     with_batch_size,
 )
 from .parameters import accepts
+from .placement import variables_device
+from .run_directory import RunDirectory, Settings, resumed
 from .schedule import scale_learning_rate, scaling_factor
+from .stopping import stop_requests
+from .summaries import Summaries, Table, draw_curves
 from .throughput import Throughput, rows_by_step
 from .trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How often a run saves a checkpoint, and how many it keeps: arguments of `checkpoint.Checkpoints`."""
+
+    every_epochs: int | None = 1
+    every_steps: int | None = None
+    keep: int | None = 3
 
 
 @dataclass(frozen=True)
@@ -50,15 +66,19 @@ class Report:
         towers: N.
         batch_size: B, rows of the global batch.
         rows_per_tower: rows of each tower in a full batch.
+        placement: where variables lived.
+        reduce: how towers met.
         scale_lr: the rule by which the job's learning rate was scaled for B: "none", "linear" or "sqrt".
         lr_factor: by how much it was multiplied.
-        epochs: epochs trained.
+        epochs: epochs trained, those before the run went on included.
+        first_epoch: number of the epoch, from 0, that training began with; not 0 for a run that goes on.
         seconds: of the whole run, start to saved model.
         seed: of Keras' global random state.
         params: parameters given to the job.
         model: file of the trained model, for `keras.models.load_model`.
         run_dir: directory of the run.
-        logs: directory of history.csv and report.json.
+        logs: directory of history.csv, tensorboard and report.json.
+        curves: picture of what history.csv holds; None where matplotlib is not installed.
     """
 
     job: str
@@ -70,15 +90,19 @@ class Report:
     towers: int
     batch_size: int
     rows_per_tower: list[int]
+    placement: str
+    reduce: str
     scale_lr: str
     lr_factor: float
     epochs: int
+    first_epoch: int
     seconds: float
     seed: int
     params: dict[str, Any]
     model: str
     run_dir: str
     logs: str
+    curves: str | None
 
     def as_json(self) -> str:
         """One line of JSON; numbers that are not finite are null."""
@@ -94,55 +118,86 @@ def _finite(value: Any) -> Any:
 
 
 def run(
-    job: str,
+    job: str | None = None,
     devices: Any = None,
     epochs: int | None = None,
     batch_size: int | None = None,
     params: Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
-    seed: int = 0,
-    scale_lr: str = "none",
+    seed: int | None = None,
+    *,
+    scale_lr: str | None = None,
+    placement: str = "auto",
+    reduce: str = "auto",
+    resume: str | Path | None = None,
+    allow_older: bool = False,
+    saving: Saving = Saving(),
+    evaluate_on: str = "all",
+    gradient_norms: bool = False,
 ) -> Report:
-    """Train a job and save model, history and report in a new run directory.
+    """Train a job and save model, history and report in a run directory, a new one or that of a run that goes on.
 
     Args:
-        job: name of a built-in job or path of a Python file.
-        devices: as `multitower.devices` takes them.
+        job: name of a built-in job or path of a Python file; None for `digits`, or for the job of the run that goes on.
+        devices: as `multitower.devices` takes them; a run can go on on others.
         epochs: passes over the training data; None for the job's own number.
         batch_size: rows of the global batch; None for the job's own number.
         params: parameters of the job's two functions.
         run_dir: where to write, new or empty; None for `runs/JOB-DATE-TIME`.
-        seed: of Keras' global random state, set before data and model are made.
+        seed: of Keras' global random state, set before data and model are made, and of the order of arrays; None for 0.
         scale_lr: "none", "linear" or "sqrt": how the learning rate follows the global batch, from the job's own number
-            of rows (`multitower.schedule.scaling_factor`).
+            of rows (`multitower.schedule.scaling_factor`); None for "none".
+        placement: as `multitower.Trainer` takes it, "independent" apart.
+        reduce: as `multitower.Trainer` takes it.
+        resume: the directory of a run to go on with, from its newest checkpoint.
+        allow_older: go on from the newest checkpoint that can be used, if the newest cannot.
+        saving: how often checkpoints are saved and how many are kept.
+        evaluate_on: "all" devices or "one".
+        gradient_norms: whether the norms of gradients go into the summaries.
 
     Raises:
-        MultitowerError: job, parameters, devices, data or run directory are unusable; training has not begun.
+        MultitowerError: job, parameters, devices, data, run directory or checkpoint are unusable; training has not
+            begun.
+        StoppedError: SIGTERM or SIGINT came while training, and a checkpoint has been saved.
 
     An error of training itself is passed on with a note that tells what the run directory holds.
     """
     start_seconds = time.perf_counter()
-    directory = _free_run_dir(run_dir, find_job(job).stem)
+    asked = Settings(job or "", dict(params or {}), batch_size, seed or 0, epochs, scale_lr)
+    directory, settings = _directory(asked, run_dir, seed, resume)
     names = choose_devices(devices)
-    loaded, given = load_job(job), dict(params or {})
-    check_job_params(loaded, given)
-    keras.utils.set_random_seed(seed)
-    used = with_batch_size(loaded, given, len(names), batch_size)
-    train, validation = load_data(loaded, used, batch_size)
+    if placement == "independent":
+        raise JobError(
+            "placement='independent' trains no model: towers do not meet; expected 'replicated', 'shared' or 'auto' "
+            "(`multitower measure` uses it as an upper bound)"
+        )
+    loaded = load_job(settings.job)
+    check_job_params(loaded, settings.params)
+    keras.utils.set_random_seed(settings.seed)
+    used = with_batch_size(loaded, settings.params, len(names), settings.batch_size)
+    train, validation = load_data(loaded, used, settings.batch_size)
     batch_size = rows if isinstance(rows := used.get("batch_size"), int) else loaded.batch_size
-    factor = scaling_factor(scale_lr, batch_size, loaded.batch_size)
-    trainer = Trainer(_make_scaled(loaded, used, factor), devices=names)
+    factor = scaling_factor(settings.scale_lr or "none", batch_size, loaded.batch_size)
+    with _beside(placement):
+        model = _make_scaled(loaded, used, factor)
+    trainer = Trainer(model, devices=names, placement=placement, reduce=reduce, evaluate_on=evaluate_on)
     callbacks = make_callbacks(loaded, used)
-    model, logs = directory / "model.keras", directory / "logs"
-    _make(logs)
-    with _in_run_dir(directory):
-        epochs = epochs or loaded.epochs
-        speed, trained = _fit(trainer, train, validation, batch_size, epochs, logs / "history.csv", callbacks)
+    settings = replace(settings, epochs=settings.epochs or loaded.epochs)
+    if loaded.per_tower:  # a run that goes on on other devices keeps its global batch
+        settings = replace(settings, batch_size=batch_size)
+    if resume is None:
+        directory.make()
+        directory.keep(settings)
+    with directory.in_use():
+        first = 0 if resume is None else _restored(trainer, directory, settings, validation, batch_size, allow_older)
+        directory.keep(settings)
+        fitting = _Fitting(trainer, directory, settings, first, saving, gradient_norms)
+        speed, trained = fitting.fit(train, validation, batch_size, callbacks)
         metrics = {
             name: trainer.evaluate(**_arguments(part, batch_size), verbose=0, return_dict=True)
             for name, part in (("train", train), ("validation", validation))
         }
-        trainer.model.save(model)
+        trainer.model.save(directory.model)
         report = Report(
             job=loaded.name,
             accuracy=metrics["validation"].get("accuracy"),
@@ -153,18 +208,28 @@ def run(
             towers=len(trainer.devices),
             batch_size=speed.batch_size or batch_size,
             rows_per_tower=_shares(speed.batch_size or batch_size, len(trainer.devices)),
-            scale_lr=scale_lr,
+            placement=trainer.placement,
+            reduce=trainer.reduce,
+            scale_lr=settings.scale_lr or "none",
             lr_factor=factor,
             epochs=trained,
+            first_epoch=first,
             seconds=time.perf_counter() - start_seconds,
-            seed=seed,
-            params=given,
-            model=str(model),
-            run_dir=str(directory),
-            logs=str(logs),
+            seed=settings.seed,
+            params=dict(settings.params),
+            model=str(directory.model),
+            run_dir=str(directory.path),
+            logs=str(directory.logs),
+            curves=draw_curves(directory.history, directory.logs / "curves.png"),
         )
-        (logs / "report.json").write_text(report.as_json() + "\n", encoding="utf-8")
+        directory.report.write_text(report.as_json() + "\n", encoding="utf-8")
     return report
+
+
+def _beside(placement: str):
+    """The device that "shared:DEVICE" names as that of the variables made in here."""
+    device = variables_device(placement)
+    return tf.device(device) if device else nullcontext()
 
 
 def _make_scaled(job: Job, params: Mapping[str, Any], factor: float) -> keras.Model:
@@ -175,36 +240,35 @@ def _make_scaled(job: Job, params: Mapping[str, Any], factor: float) -> keras.Mo
     return model
 
 
-def _free_run_dir(run_dir: str | Path | None, job: str) -> Path:
-    """A directory that does not exist or is empty; nothing is created yet, so that a bad job leaves nothing behind."""
-    if run_dir is None:
-        run_dir = Path("runs") / f"{job}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = Path(run_dir)
-    if directory.exists() and not directory.is_dir():
-        raise JobError(f"run directory {directory} is a file; give --run-dir a new or empty directory")
-    if directory.exists() and any(directory.iterdir()):
-        raise JobError(f"run directory {directory} is not empty and is not overwritten; give --run-dir another one")
-    return directory
+def _directory(asked: Settings, run_dir, seed: int | None, resume) -> tuple[RunDirectory, Settings]:
+    """The run's directory, and what it is to do."""
+    if resume is None:
+        job = asked.job or "digits"
+        return RunDirectory.new(run_dir, find_job(job).stem), replace(asked, job=job)
+    if run_dir is not None:
+        raise JobError("--resume and --run-dir: a run goes on in its own directory; leave --run-dir out")
+    directory = RunDirectory.of_a_run(resume)
+    kept, source = directory.kept()
+    settings = resumed(kept, asked, seed)
+    if settings.source != source:
+        print(f"the file of job {settings.job} has changed since the run began")
+    return directory, settings
 
 
-def _make(logs: Path) -> None:
-    try:
-        logs.mkdir(parents=True)
-    except OSError as error:  # no permission, or another run of the same second was faster
-        raise JobError(
-            f"run directory: {logs} cannot be made ({error.strerror}); give --run-dir another one"
-        ) from error
-
-
-@contextmanager
-def _in_run_dir(directory: Path) -> Iterator[None]:
-    """Make an error, Ctrl-C too, tell what the run directory holds."""
-    try:
-        yield
-    except BaseException as error:
-        files = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
-        error.add_note(f"{directory} holds {', '.join(files) or 'no file'}")
-        raise
+def _restored(trainer, directory: RunDirectory, settings: Settings, validation, batch_size: int, allow_older) -> int:
+    """Bring the model to the checkpoint the run goes on from; the number of the epoch in which it does."""
+    if latest(directory.checkpoints) is None:
+        print("the run was stopped before its first checkpoint: it begins again")
+        return 0
+    batches = validation if isinstance(validation, tf.data.Dataset) else Epochs(validation, batch_size).dataset
+    batch = next(iter(batches))
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    position = restore(trainer, directory.checkpoints, batch=batch, allow_older=allow_older)
+    trained, wanted = position.epoch, settings.epochs or 0
+    if trained > wanted or (trained == wanted and directory.report.is_file()):
+        raise JobError(f"the run in {directory.path} has trained {trained} epochs; give --epochs more than that")
+    print(f"going on at {position} of {wanted} epochs, after {position.step} steps")
+    return position.epoch
 
 
 def load_data(job: Job, params: Mapping[str, Any], batch_size: int | None) -> tuple[Any, Any]:
@@ -221,35 +285,41 @@ def load_data(job: Job, params: Mapping[str, Any], batch_size: int | None) -> tu
     return train, validation
 
 
-def _fit(
-    trainer: Trainer,
-    train: Any,
-    validation: Any,
-    batch_size: int,
-    epochs: int,
-    history: Path,
-    callbacks: list[keras.callbacks.Callback],
-):
-    """Train; the clock of the rows per second, and the number of epochs."""
-    if isinstance(train, tf.data.Dataset):
-        speed = Throughput()
-        train = speed.watched(train)
-    else:
-        speed = Throughput(rows_by_step(len(keras.tree.flatten(train)[0]), batch_size))
-    table = keras.callbacks.CSVLogger(str(history))
-    try:
-        result = trainer.fit(
-            **_arguments(train, batch_size),
-            validation_data=tuple(validation) if isinstance(validation, list) else validation,
-            epochs=epochs,
-            shuffle=not isinstance(train, tf.data.Dataset),  # Keras warns otherwise: a dataset shuffles itself
-            callbacks=[speed, table, *callbacks],
-            verbose=1 if sys.stdout.isatty() else 2,
+class _Fitting:
+    """`Trainer.fit` with what a run of `multitower train` has around it."""
+
+    def __init__(self, trainer, directory: RunDirectory, settings: Settings, first: int, saving: Saving, norms: bool):
+        self._trainer, self._directory, self._settings, self._first = trainer, directory, settings, first
+        self._saving, self._norms = saving, norms
+
+    def fit(self, train: Any, validation: Any, batch_size: int, callbacks: list) -> tuple[Throughput, int]:
+        """Train; the clock of the rows per second, and the number of epochs trained in all."""
+        data = Epochs(train, batch_size, self._settings.seed, self._first)
+        rows = None if isinstance(train, tf.data.Dataset) else rows_by_step(_length(train), batch_size)
+        speed = Throughput(rows, first_batch=self._trainer.first_batch)
+        summaries = Summaries(
+            self._trainer, self._directory.logs / "tensorboard", every_steps=100, gradients=self._norms, speed=speed
         )
-    finally:
-        if table.csv_file:  # Keras closes it only where training ends well
-            table.csv_file.close()
-    return speed, len(result.epoch)
+        table = Table(self._directory.history, self._first)
+        progress = keras.callbacks.ProgbarLogger()  # before what adds to the logs: lines stay short
+        with stop_requests() as stop, closing(summaries):
+            saving = Checkpoints(self._trainer, self._directory.checkpoints, stop=stop, **asdict(self._saving))
+            with closing(saving):
+                result = self._trainer.fit(
+                    speed.watched(data.dataset) if rows is None else data.dataset,
+                    validation_data=tuple(validation) if isinstance(validation, list) else validation,
+                    validation_batch_size=None if isinstance(validation, tf.data.Dataset) else batch_size,
+                    initial_epoch=self._first,
+                    epochs=self._settings.epochs,
+                    shuffle=False,  # `data` does it
+                    callbacks=[data, speed, progress, summaries, table, saving, *callbacks],
+                    verbose=1 if sys.stdout.isatty() else 2,
+                )
+        return speed, self._first + len(result.epoch)
+
+
+def _length(arrays: Any) -> int:
+    return int(next(leaf.shape[0] for leaf in keras.tree.flatten(arrays) if leaf is not None))
 
 
 def _arguments(part: Any, batch_size: int) -> dict[str, Any]:

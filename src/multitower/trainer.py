@@ -12,6 +12,8 @@ What the model is compiled with holds for towers: `steps_per_execution`, and `ji
 import functools
 import inspect
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,6 +23,7 @@ from .ahead import Ahead
 from .collectives import choose_reduce
 from .device import devices as resolve_devices
 from .errors import BatchError, ModelError
+from .gradient_norms import recording
 from .parts import model_in_parts
 from .placement import choose_placement, variables_device
 from .tower import Weighting
@@ -63,6 +66,7 @@ class Trainer:
         loss_over: "batch": the loss and the metrics are those of the outputs of all towers, whatever they compute;
             "shard": those of the tower's own rows, weighted by rows, for outputs too large to gather (segmentation).
             Then exact only where the loss is a mean over rows of equal size and the states of metrics are sums.
+        evaluate_on: "all": evaluate, predict and validation run on all towers; "one": they are the plain model's.
         seed: of Keras' global random state, set now; None: left as it is.
 
     Raises:
@@ -89,8 +93,10 @@ class Trainer:
         batch_norm="global",
         micro_batches=1,
         loss_over="batch",
+        evaluate_on="all",
         seed=None,
     ):
+        _check_option("evaluate_on", evaluate_on, ("all", "one"))
         _check_option("batch_norm", batch_norm, ("global", "tower"))
         _check_option("loss_over", loss_over, ("batch", "shard"))
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
@@ -108,8 +114,11 @@ class Trainer:
         self._batch_norm = batch_norm
         self._micro_batches = micro_batches
         self._loss_over = loss_over
+        self._evaluate_on = evaluate_on
         self._functions: dict[str, _Loop | _Predict] = {}
         self._compiled = None
+        self._start: _Start | None = None
+        self._norms = None
 
     @property
     def devices(self):
@@ -135,7 +144,7 @@ class Trainer:
     def _trained(self):
         """The towers of train_step."""
         self._follow_compile()
-        return self._functions["train_function"].towers
+        return self._train_function.towers
 
     @property
     def traces(self):
@@ -152,8 +161,11 @@ class Trainer:
     def fit(self, *args, **kwargs):
         arguments = _prefetched(_arguments(self.model.fit, args, kwargs), ("x", "validation_data"))
         arguments["callbacks"] = _with_refresh(arguments.get("callbacks"), self)
-        with self._on_towers():
-            return self.model.fit(**arguments)
+        try:
+            with self._on_towers():
+                return self.model.fit(**arguments)
+        finally:
+            self._start = None
 
     @_as_in_keras
     def evaluate(self, *args, **kwargs):
@@ -200,6 +212,32 @@ class Trainer:
         for store, variables in used.items():
             store.refresh_all(variables.values())
 
+    def start_at(self, epoch, batch):
+        """Have the next `fit` pass over the first `batch` batches of epoch number `epoch`, if it trains that epoch.
+
+        They are taken from the data and not trained, and the metrics of the epoch go on from what they are now: see
+        `multitower.checkpoint`.
+        """
+        self._start = _Start(epoch, batch, [(v, v.numpy()) for v in self.model.metrics_variables])
+
+    def first_batch(self, epoch):
+        """Number of the first batch of epoch number `epoch` that the running `fit` trains, 0 but after `start_at`."""
+        return self._start.batch if self._start is not None and self._start.epoch == epoch else 0
+
+    def _begin_epoch(self, epoch):
+        """Keras has set the metrics back: bring those of an epoch that goes on, and all copies, up to date."""
+        batch = self.first_batch(epoch)
+        if self._start is not None and batch:
+            if batch % self.model.steps_per_execution:
+                raise BatchError(
+                    f"training goes on behind batch {batch} of an epoch, which is not a multiple of "
+                    f"steps_per_execution={self.model.steps_per_execution}; compile with a divisor of {batch}"
+                )
+            for variable, value in self._start.metrics:
+                variable.assign(value)
+            self._train_function.pass_over(batch, self.model.get_metrics_result())
+        self.refresh()
+
     @contextmanager
     def _on_towers(self):
         """The model's functions are ours while this is open; afterwards the model is a plain one again."""
@@ -222,11 +260,25 @@ class Trainer:
         if self._compiled is compiled:
             return
         self._compiled = compiled
-        self._functions = {
-            "train_function": _Loop(self._steps("train_step"), self.model.steps_per_execution),
+        self._train_function = _Loop(self._steps("train_step"), self.model.steps_per_execution)
+        self._functions = {"train_function": self._train_function}
+        if self._evaluate_on == "one":
+            return
+        self._functions |= {
             "test_function": _Loop(self._steps("test_step"), self.model.steps_per_execution),
             "predict_function": _Predict(self._steps("predict_step")),
         }
+
+    def record_gradients(self, norms):
+        """Have steps note the norms of their gradients in a `GradientNorms`, None for none; they are traced anew."""
+        if norms is not self._norms:
+            self._norms = norms
+            self._compiled = None
+
+    @contextmanager
+    def _tracing(self):
+        with model_in_parts(self.model, self._micro_batches), recording(self._norms, self.model.optimizer):
+            yield
 
     def _steps(self, name):
         own = _is_own(self.model, name)
@@ -239,9 +291,18 @@ class Trainer:
             weighting=Weighting.LOSS if own else Weighting.GRADIENT,
             loss_over_shard=self._loss_over == "shard",
             jit=bool(self.model.jit_compile),
-            inside=functools.partial(model_in_parts, self.model, self._micro_batches),
+            inside=self._tracing,
             autograph=False,
         )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a `fit` begins inside an epoch, and what the metrics of that epoch are there."""
+
+    epoch: int
+    batch: int
+    metrics: list[tuple[Any, Any]]
 
 
 class _Loop:
@@ -249,6 +310,7 @@ class _Loop:
 
     def __init__(self, towers, steps):
         self.towers = towers
+        self._passing_over, self._logs_meanwhile = 0, {}
         self._steps = steps
         self._run = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
         self._batch = Replicated(towers)
@@ -256,6 +318,8 @@ class _Loop:
             self._run = Ahead(towers)
 
     def __call__(self, iterator):
+        if self._passing_over:
+            return self._passed(iterator)
         self.towers.store.refresh()
         if isinstance(iterator, tf.data.Iterator):
             with errors_explained():
@@ -264,6 +328,17 @@ class _Loop:
         for _, data in zip(range(self._steps), iterator, strict=False):
             logs = self._batch(data)
         return logs
+
+    def pass_over(self, batches, logs):
+        """Take so many batches from the iterator first, make no step with them, and return `logs` meanwhile."""
+        self._passing_over, self._logs_meanwhile = batches, logs
+
+    def _passed(self, iterator):
+        for _ in range(self._steps):
+            if next(iterator, None) is None:
+                raise BatchError(f"the data end {self._passing_over} batches before the one where training is to go on")
+            self._passing_over -= 1
+        return self._logs_meanwhile
 
     def _in_graph(self, iterator):
         return self._step(iterator.get_next()) if self._steps == 1 else self._several(iterator)
@@ -324,7 +399,7 @@ class _Refresh(keras.callbacks.Callback):
         self._trainer = trainer
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._trainer.refresh()
+        self._trainer._begin_epoch(epoch)
 
 
 def _arguments(method, args, kwargs):

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.random import seed_generator
 from tensorflow.python.eager import context
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -135,3 +136,20 @@ EXECUTOR = "ExecutorState::Process"  # around operations that ran on this thread
 ASYNC_START = "ExecutorState::ProcessAsync::Start"  # of an operation that ends elsewhere: "name", "step_id"
 ASYNC_DONE = "ExecutorState::ProcessAsync::Done"
 NEXT_BATCH = "IteratorGetNextOp::DoCompute"  # a thread waits for a dataset
+
+
+def global_seed_generator():
+    """The SeedGenerator that random numbers without one of their own come from (`global_seed_generator`).
+
+    keras.utils.set_random_seed sets it, and nothing public reads it, so its state could not be saved.
+    """
+    return seed_generator.global_seed_generator()
+
+
+def weight_averages(optimizer):
+    """The moving averages of the trainable variables, in their order (`_model_variables_moving_average`).
+
+    They are among optimizer.variables, where only their names tell them from the slots. Empty without use_ema.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "_model_variables_moving_average", [])) if inner.use_ema else []
