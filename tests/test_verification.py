@@ -147,7 +147,7 @@ def test_equal(build, batch, count, note):
 
 
 def of_trainer(**options):
-    return {"make_trainer": functools.partial(mt.Trainer, **options)}
+    return {"make_trainer": functools.partial(mt.Trainer, placement="replicated", **options)}
 
 
 class StaleCopy(mt.Trainer):
@@ -251,7 +251,7 @@ def test_a_wrong_reduction_is_found_and_named(monkeypatch, build, reduction, rea
 
 
 def test_a_stale_copy_is_placed():
-    report = mt.verify(mlp, NUMBERS, devices(3), make_trainer=StaleCopy)
+    report = mt.verify(mlp, NUMBERS, devices(3), make_trainer=functools.partial(StaleCopy, placement="replicated"))
     weight = report.variables[0]["path"]
     where = {"step": 2, "rows": 11, "layer": report.variables[0]["layer"], "variable": weight, "tower": 1}
     assert report.first_divergence == where

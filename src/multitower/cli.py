@@ -87,13 +87,13 @@ _batch_size = click.option("--batch-size", type=click.IntRange(min=1), metavar="
 _settings = click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the job; can be repeated."
 )
-_placement = click.option(
-    "--placement",
-    default="auto",
-    show_default=True,
-    metavar="P",
-    help='Where variables live: replicated, shared, or "shared:cpu:0" for a device.',
-)
+
+
+def _placement(default: str):
+    text = 'Where variables live: replicated, shared, "shared:cpu:0" for a device, or auto.'
+    return click.option("--placement", default=default, show_default=True, metavar="P", help=text)
+
+
 _reduce = click.option(
     "--reduce", default="auto", show_default=True, metavar="R", help="How towers meet: host, gather, ring or nccl."
 )
@@ -114,7 +114,7 @@ _seed = click.option(
     type=click.Choice(["none", "linear", "sqrt"]),
     help="How the learning rate follows the global batch: times B/B₀ or its root, B₀ being the job's own rows; none.",
 )
-@_placement
+@_placement("auto")
 @_reduce
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of random numbers; by default 0.")
 @click.option("--resume", metavar="DIR", help="Go on with the run in DIR, on any devices, from its newest checkpoint.")
@@ -222,10 +222,12 @@ def _short(value: Any) -> str:
 )
 @_batch_size
 @_settings
+@_placement("replicated")
+@_reduce
 @_seed
 @_json
 @_debug
-def verify(job, devices, steps, batch_size, settings, seed, as_json) -> int:
+def verify(job, devices, steps, batch_size, settings, placement, reduce, seed, as_json) -> int:
     """Train copies of JOB on one device and on towers, and compare after every step.
 
     From the same weights, on even, uneven and smaller-than-N batches of its data: every weight, optimizer slot and
@@ -242,7 +244,7 @@ def verify(job, devices, steps, batch_size, settings, seed, as_json) -> int:
     start_tensorflow()
     from .verification.job import verify_job
 
-    report = verify_job(job, devices, steps, batch_size, params, seed)
+    report = verify_job(job, devices, steps, batch_size, params, seed, placement, reduce)
     _print_table("multitower verify", report.summary())
     head, rows = report.table()
     _print_table("", rows, head)

@@ -155,6 +155,7 @@ def _add_up_state(original, metric, args, kwargs):
     """Update a metric with the shard's rows and add up the changes of all towers: exact for states that are sums."""
     _build_state(original, args, kwargs)
     variables = [v.value for v in metric.variables]
+    this_tower().apart.update((id(v), v) for v in variables)
     before = [tf.identity(v) for v in variables]
     result = original(*args, **kwargs)
     changes = [v - b for v, b in zip(variables, before, strict=True)]

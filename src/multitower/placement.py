@@ -94,22 +94,42 @@ def variables_on(devices, placement):
 
 
 class Shared:
-    """One copy of each variable for all towers: nothing to make, nothing to bring up to date."""
+    """One copy of each variable for all towers, those apart that differ from tower to tower within a step."""
 
     def __init__(self, devices):
         self.devices = tuple(devices)
+        self._apart = set()
+        self._copies = Replicas(devices)
+
+    def keep_apart(self, variables):
+        """Give every tower a copy of these tf.Variables."""
+        for variable in variables:
+            if self.is_shared(variable):
+                self._apart.add(id(variable))
+                weakref.finalize(variable, self._apart.discard, id(variable))
+
+    def is_shared(self, variable):
+        """Whether all towers use the tf.Variable itself."""
+        return id(variable) not in self._apart
 
     def of(self, variable):
-        """The variable of each tower, in tower order: N times the same tf.Variable."""
-        return [variable if isinstance(variable, tf.Variable) else variable.value] * len(self.devices)
+        """The variable of each tower, in tower order; where it is shared, N times the same tf.Variable."""
+        variable = variable if isinstance(variable, tf.Variable) else variable.value
+        return [variable] * len(self.devices) if self.is_shared(variable) else self._copies.of(variable)
 
-    fresh = of
+    def fresh(self, variable):
+        """`of`, with what was assigned to `variable` since the last step already copied."""
+        variables = self.of(variable)
+        self.refresh()
+        return variables
 
     def refresh(self):
-        """Nothing to do: a change of the variable is there for every tower."""
+        """Bring the copies there are up to date; a shared variable needs nothing."""
+        self._copies.refresh()
 
     def refresh_all(self, variables):
-        """Nothing to do."""
+        """See `Replicas.refresh_all`."""
+        self._copies.refresh_all([v for v in variables if not self.is_shared(v)])
 
 
 class Replicas:
@@ -120,6 +140,13 @@ class Replicas:
         self._copies = {}
         self._stale = {}
         self._refresh_all = None
+
+    def keep_apart(self, variables):
+        """Nothing to do: every tower has its own copy of all."""
+
+    def is_shared(self, variable):
+        """Whether all towers use the tf.Variable itself: no."""
+        return False
 
     def of(self, variable):
         """The copies of a tf.Variable or keras.Variable, in tower order; made on first use.
@@ -267,7 +294,7 @@ def bind(concrete, group, towers, store):
             bound.variables.append(known[id(capture)])
             for binding, copy in zip(bound.bindings, copies, strict=True):
                 binding.handle_devices[name] = copy.device
-            if isinstance(store, Shared):
+            if store.is_shared(known[id(capture)]):
                 bound.shared.append(name)
         for captured, own in zip(bound.captured, per_tower, strict=True):
             captured.append(own)

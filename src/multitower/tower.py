@@ -35,6 +35,7 @@ class Tower:
         loss_over_shard: the loss and the metrics of a model are computed on the shard's outputs, not on those of all.
         graph: the graph of the step itself, in which towers can be wired together; see `wiring`.
         labels: what operations of `graph` are for, by name, where `labelling` has told.
+        apart: variables, keyed by id, that differ from tower to tower within a step, though towers share the others.
         silenced: names of Keras methods that need no help now, because they are given the whole batch already.
         batch_moments: with batch_norm="tower", the mean and variance for the layer being called: see `hooks`.
     """
@@ -48,6 +49,7 @@ class Tower:
         self.shares_variables = shares_variables
         self.graph = tf.compat.v1.get_default_graph()
         self.labels = {}
+        self.apart = {}
         self.silenced = frozenset()
         self.trace_again = False
         self.batch_moments = None

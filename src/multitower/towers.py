@@ -303,6 +303,7 @@ class TowerStep:
 
     def _wired(self, concrete, towers, traced):
         """(Bound, name of the function of all towers)."""
+        self.store.keep_apart(traced.apart.values())
         bound = bind(concrete, towers, self.devices, self.store)
         if bound.has_collectives:
             towers.meet()

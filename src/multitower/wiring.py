@@ -28,12 +28,28 @@ _numbers = itertools.count()
 
 def sum_marker(x):
     """A tensor that stands for Σ_i x_i in the trace."""
-    return tf.compat.v1.placeholder_with_default(x, x.shape, _SUM)
+    return _marked(x, x.shape, _SUM)
 
 
 def gather_marker(x):
     """A tensor that stands for the rows of x of all towers in the trace."""
-    return tf.compat.v1.placeholder_with_default(x, [None, *x.shape[1:]], _GATHER)
+    return _marked(x, [None, *x.shape[1:]], _GATHER)
+
+
+def _marked(x, shape, name):
+    @tf.custom_gradient
+    def marked(x):
+        return tf.compat.v1.placeholder_with_default(x, shape, name), _no_gradient
+
+    return marked(x)
+
+
+def _no_gradient(*_):
+    """The marker's own gradient would be that of one tower, silently."""
+    raise ModelError(
+        "a gradient was asked of what towers tell each other that has none: batch statistics and all_reduce can be "
+        "differentiated once; leave the layer out of the gradient of a gradient, or train on one device"
+    )
 
 
 def is_marker(kind, name):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from ..device import devices as choose_devices
 from ..job import check_job_params, load_job, make_model, with_batch_size
 from ..train import load_data
+from ..trainer import Trainer
 from .report import Report
 from .verifier import verify
 
@@ -21,6 +22,8 @@ def verify_job(
     batch_size: int | None = None,
     params: Mapping[str, Any] | None = None,
     seed: int = 0,
+    placement: str = "replicated",
+    reduce: str = "auto",
 ) -> Report:
     """Verify the model of a job on its first training batch; nothing is written.
 
@@ -31,6 +34,7 @@ def verify_job(
         batch_size: rows of the batch; None for the job's own number.
         params: parameters of the job's two functions.
         seed: of Keras' global random state, set before data and model are made.
+        placement, reduce: as `multitower.Trainer` takes them.
 
     Raises:
         MultitowerError: job, parameters, devices or data are unusable, or the training fails.
@@ -42,7 +46,9 @@ def verify_job(
     used = with_batch_size(loaded, given, len(names), batch_size)
     train, _ = load_data(loaded, used, batch_size)
     batch = _first(train, batch_size or loaded.global_batch(len(names)))
-    return verify(functools.partial(make_model, loaded, used), batch, names, steps=steps, seed=seed)
+    make_trainer = functools.partial(Trainer, placement=placement, reduce=reduce)
+    build = functools.partial(make_model, loaded, used)
+    return verify(build, batch, names, steps=steps, seed=seed, make_trainer=make_trainer)
 
 
 def _first(train: Any, batch_size: int) -> Any:

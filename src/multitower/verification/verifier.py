@@ -8,6 +8,7 @@ What happens, in order; `_verify` reads like it:
     single steps of a plain gradient: why it is larger (`diagnosis`)
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,9 @@ from .twins import ModelTwin, StepTwin, Twin
 Twins = tuple[Twin, Twin]
 
 
+_REPLICATED = functools.partial(Trainer, placement="replicated")
+
+
 def verify(
     model: Any,
     batch: Any,
@@ -39,7 +43,7 @@ def verify(
     *,
     steps: int = 5,
     seed: int = 0,
-    make_trainer: Callable[[keras.Model, list[str]], Any] = Trainer,
+    make_trainer: Callable[[keras.Model, list[str]], Any] = _REPLICATED,
 ) -> Report:
     """Train copies of a model on one device and on N towers, and compare everything a step changes.
 
@@ -60,7 +64,8 @@ def verify(
             towers.
         seed: for a function that builds the model.
         make_trainer: called with the copy and the device names; to verify other options of Trainer, for instance
-            `functools.partial(multitower.Trainer, batch_norm="tower")`.
+            `functools.partial(multitower.Trainer, batch_norm="tower")`. By default a Trainer with
+            placement="replicated": what towers write differently then shows in their copies.
 
     Returns:
         A `Report`: `equal` is True, False, or None where it could not be compared; `print(report)` shows the rest.
