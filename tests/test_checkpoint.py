@@ -219,7 +219,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used_only_if_allowed(train
     with pytest.raises(CheckpointError, match=told) as raised:
         checkpoint.restore(trained, tmp_path)
     assert str(saved) in str(raised.value)
-    assert "the one before it is 000001-epoch-1-batch-0: used only with --allow-older" in str(raised.value)
+    assert "the one before it is 000001-epoch-1-batch-0, used only with --allow-older" in str(raised.value)
     with pytest.warns(UserWarning, match=told):
         assert checkpoint.restore(trained, tmp_path, allow_older=True).epoch == 1
 

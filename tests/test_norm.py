@@ -14,7 +14,6 @@ from keras.layers import BatchNormalization
 import multitower as mt
 from multitower import norm
 from multitower.batches import Whole
-from multitower.errors import ModelError
 from multitower.moments import Moments, measure, merge
 from multitower.tower import Weighting, current
 from multitower.towers import Replicated, TowerStep
@@ -335,7 +334,7 @@ def test_the_gradient_of_the_gradient_is_refused():
             size = tf.reduce_sum(tape.gradient(y, x) ** 2)
         return [outer.gradient(size, x)]
 
-    with pytest.raises(ModelError, match="can be differentiated once"):
+    with pytest.raises(Exception, match=r"ModelError: .* can be differentiated once"):
         on_shards(twice, (3, 2), numbers((5, 3)).astype("float32"))
 
 

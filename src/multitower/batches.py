@@ -180,10 +180,15 @@ def split(batch, count):
 def _rows(leaves):
     """B, checked when the step runs; shapes known before were checked by `check`."""
     counts = [tf.cast(row_count(v), tf.int32) for v in leaves if not isinstance(v, Whole)]
-    checks = [tf.debugging.assert_positive(counts[0], message=NO_ROWS)]
-    checks += [tf.debugging.assert_equal(n, counts[0], message=UNEQUAL_ROWS) for n in counts[1:]]
-    with tf.control_dependencies([c for c in checks if c is not None]):
+    checks = [demand(counts[0] > 0, NO_ROWS)]
+    checks += [demand(tf.equal(n, counts[0]), UNEQUAL_ROWS) for n in counts[1:]]
+    with tf.control_dependencies(checks):
         return tf.identity(counts[0])
+
+
+def demand(condition, message):
+    """An operation that fails with `message` where `condition` is false; those of tf.debugging are conditionals."""
+    return tf.raw_ops.Assert(condition=condition, data=[message])
 
 
 def row_count(tensor):

@@ -132,12 +132,8 @@ def gather_outputs(x):
     known = tower.recall(x)
     if known is not None:
         return known
-    check = tf.debugging.assert_equal(
-        tf.shape(x)[0],
-        tower.own_rows,
-        message="multitower: an output of the model does not have one row for each row of the batch",
-    )
-    with tf.control_dependencies([check]):
+    message = "multitower: an output of the model does not have one row for each row of the batch"
+    with tf.control_dependencies([tf.raw_ops.Assert(condition=tf.shape(x)[0] == tower.own_rows, data=[message])]):
         counts, checked = tf.identity(tower.rows), tf.identity(x)
     gathered = gather_rows(checked, counts, lambda dy: _own_part(dy, counts, tower) * tower.inverse_share(dy.dtype))
     tower.remember(x, gathered)

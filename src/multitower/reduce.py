@@ -2,8 +2,8 @@
 
 Dense gradients travel flat, many at once (a bucket), the first bucket being small so that it is full soon; a bucket
 leaves when the last of its gradients is there, while backward goes on. On CPU devices, where nothing travels, every
-gradient is summed by itself. Sparse ones (tf.IndexedSlices) keep their rows: each tower adds up what it has for the
-same row, and the slices of all towers stand one behind the other. The order of the gradients and which of
+gradient is summed by itself. Sparse ones (tf.IndexedSlices) keep their rows: the slices of all towers one behind the
+other, as one device would have had them. The order of the gradients and which of
 them are None are those of the trace, the same on every tower.
 """
 
@@ -93,9 +93,12 @@ def _elements(tensor):
 
 
 def _sum_slices(gradient, weigh):
-    """Slices of all towers; each tower gives only the rows that its shard touched, each once."""
-    own = _merged_slices([gradient])
-    return tf.IndexedSlices(all_gather(weigh(own.values)), all_gather(own.indices), gradient.dense_shape)
+    """Slices of all towers; each tower gives only the rows that its shard touched.
+
+    As often as it touched them: merged per tower they would be fewer, but clipping by norm takes the norm of the slices
+    as they come (tf.linalg.global_norm), and another number of them is another norm than on one device.
+    """
+    return tf.IndexedSlices(all_gather(weigh(gradient.values)), all_gather(gradient.indices), gradient.dense_shape)
 
 
 def average_gradients(tower_grads, rows=None):

@@ -101,17 +101,25 @@ class Replicated:
         self._signature = signature
         self._whole = whole
         self._functions = {}
+        self._known = {}
 
     def __call__(self, *args, **kwargs):
         if current() is not None:
             raise MultitowerError("a replicated step was called inside a tower; call the step itself there")
+        kind = _kind((args, kwargs)) if tf.executing_eagerly() else None
+        if kind in self._known:
+            return self._run(self._known[kind], tf.nest.flatten((args, kwargs)))
         batch = tf.nest.map_structure(batches.leaf, self._with_whole(args, kwargs))
         batches.check(batch)
         if not tf.executing_eagerly():
             return self._towers.emit(*batch)
         function = self._function(batch)
+        if kind is not None and not self._whole:
+            self._known[kind] = function
+        return self._run(function, [batches.tensor_of(v) for v in tf.nest.flatten(batch) if not batches.is_constant(v)])
+
+    def _run(self, function, tensors):
         self._towers.store.refresh()
-        tensors = [batches.tensor_of(v) for v in tf.nest.flatten(batch) if not batches.is_constant(v)]
         with errors_explained():
             return function(*tensors)
 
@@ -125,7 +133,7 @@ class Replicated:
         return bound.args, bound.kwargs
 
     def _function(self, batch):
-        """The tf.function that runs the step for batches of this kind: one for each trace."""
+        """What runs the step for batches of this kind: one ConcreteFunction for each trace."""
         program = self._towers.program(*batch)
         if id(program) not in self._functions:
             specs = [v for v in tf.nest.flatten(program.structure) if not batches.is_constant(v)]
@@ -134,7 +142,8 @@ class Replicated:
                 return self._towers.emit(*batches.unflatten(program.structure, tensors))
 
             signature = [batches.tensor_of(s) for s in specs]
-            self._functions[id(program)] = tf.function(run, input_signature=signature, autograph=False)
+            function = tf.function(run, input_signature=signature, autograph=False)
+            self._functions[id(program)] = function.get_concrete_function()
         return self._functions[id(program)]
 
     @property
@@ -161,6 +170,19 @@ class Replicated:
         tf.function has changed variables of the step.
         """
         self._towers.store.refresh_all(self._towers.variables)
+
+
+def _kind(value):
+    """What tells batches of dense tensors apart, but for their rows; None where there is anything else in a batch."""
+    if isinstance(value, tf.Tensor) and value.shape.rank:
+        return value.dtype, tuple(value.shape)[1:]
+    if isinstance(value, dict):
+        items = {name: _kind(part) for name, part in value.items()}
+        return None if None in items.values() else ("dict", *items.items())
+    if type(value) in (tuple, list):
+        parts = [_kind(part) for part in value]
+        return None if None in parts else (type(value), *parts)
+    return None
 
 
 @dataclass(frozen=True)
