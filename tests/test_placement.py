@@ -295,6 +295,16 @@ def test_gradients_are_summed_while_backward_goes_on():
         assert 0 < len(needs_first) < len(sums), (reduce, needs_first, sums)
 
 
+@pytest.mark.parametrize(("size", "collectives"), [(None, 2), (100, 6), (2**30, 2)])
+def test_buckets_are_as_large_as_asked(size, collectives):
+    """The first one is at most a mebibyte; of six gradients, all but one are larger than 100 bytes."""
+    trainer = mt.Trainer(deep(), devices(2), reduce="ring", bucket_bytes=size)
+    trainer.train_on_batch(*regression(6).values())
+    graph = trainer._trained._programs[0].concrete.graph
+    sums = [o for o in graph.get_operations() if o.type == "CollectiveReduceV2" and "multitower_reduce" in o.name]
+    assert len(sums) == collectives
+
+
 def deep():
     members = [keras.Input((6,)), layers.Dense(600, name="first"), layers.Dense(600), layers.Dense(1, name="last")]
     return compiled(members, momentum())
@@ -409,6 +419,12 @@ def test_gpus_choose_nccl_where_each_tower_has_one(monkeypatch):
 def test_choices_there_are_not(options, message):
     with pytest.raises(DeviceError, match=message):
         mt.Trainer(linear(), devices(2), **options)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "25 MB"])
+def test_bucket_bytes_are_a_number(size):
+    with pytest.raises(ModelError, match="expected a whole number of bytes"):
+        mt.Trainer(linear(), devices(2), bucket_bytes=size)
 
 
 def test_shared_on_a_named_device():

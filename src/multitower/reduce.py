@@ -52,7 +52,8 @@ def sum_dense(tensors, weigh=tf.identity):
     if tower is not None and not tower.group.packs:
         return [sum_over_towers(weigh(t)) for t in tensors]
     summed = list(tensors)
-    for bucket in buckets(tensors, BUCKET_BYTES, FIRST_BUCKET_BYTES):
+    limit = (tower and tower.bucket_bytes) or BUCKET_BYTES
+    for bucket in buckets(tensors, limit, min(limit, FIRST_BUCKET_BYTES)):
         members = [tensors[i] for i in bucket]
         total = sum_over_towers(weigh(tf.concat([tf.reshape(t, [-1]) for t in members], 0)))
         parts = tf.split(total, [_elements(t) for t in members])

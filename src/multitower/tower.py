@@ -34,19 +34,23 @@ class Tower:
         shares_variables: all towers use the same variables, to which tower 0 writes.
         loss_over_shard: the loss and the metrics of a model are computed on the shard's outputs, not on those of all.
         graph: the graph of the step itself, in which towers can be wired together; see `wiring`.
+        bucket_bytes: size of the buckets in which gradients travel; None for the usual one.
         labels: what operations of `graph` are for, by name, where `labelling` has told.
         apart: variables, keyed by id, that differ from tower to tower within a step, though towers share the others.
         silenced: names of Keras methods that need no help now, because they are given the whole batch already.
         batch_moments: with batch_norm="tower", the mean and variance for the layer being called: see `hooks`.
     """
 
-    def __init__(self, group, index, rows, weighting, *, loss_over_shard=False, shares_variables=False):
+    def __init__(
+        self, group, index, rows, weighting, *, loss_over_shard=False, shares_variables=False, bucket_bytes=None
+    ):
         self.group = group
         self.index = index
         self.rows = rows
         self.weighting = weighting
         self.loss_over_shard = loss_over_shard
         self.shares_variables = shares_variables
+        self.bucket_bytes = bucket_bytes
         self.graph = tf.compat.v1.get_default_graph()
         self.labels = {}
         self.apart = {}

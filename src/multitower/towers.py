@@ -220,6 +220,7 @@ class TowerStep:
         batch_norm: "global" or "tower".
         weighting: where the weight of a tower's rows enters its backward pass.
         loss_over_shard: see `tower.Tower`.
+        bucket_bytes: see `tower.Tower`.
         jit: whether XLA compiles what it can of each tower's operations.
         inside: makes one more context in which the step is traced.
         autograph: whether Python control flow on tensors in the step becomes graph control flow.
@@ -243,6 +244,7 @@ class TowerStep:
         batch_norm="global",
         weighting=Weighting.GRADIENT,
         loss_over_shard=False,
+        bucket_bytes=None,
         jit=False,
         inside: Callable[[], AbstractContextManager] = nullcontext,
         autograph=True,
@@ -259,6 +261,7 @@ class TowerStep:
         self._batch_norm = batch_norm
         self._weighting = weighting
         self._loss_over_shard = loss_over_shard
+        self._bucket_bytes = bucket_bytes
         self._jit = jit
         self._more_context = inside
         self._programs = []
@@ -348,7 +351,13 @@ class TowerStep:
     def _tower(self, towers, index, rows):
         shares = self.placement[0] == "shared"
         return Tower(
-            towers, index, rows, self._weighting, loss_over_shard=self._loss_over_shard, shares_variables=shares
+            towers,
+            index,
+            rows,
+            self._weighting,
+            loss_over_shard=self._loss_over_shard,
+            shares_variables=shares,
+            bucket_bytes=self._bucket_bytes,
         )
 
     @staticmethod

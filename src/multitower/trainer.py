@@ -66,6 +66,9 @@ class Trainer:
         loss_over: "batch": the loss and the metrics are those of the outputs of all towers, whatever they compute;
             "shard": those of the tower's own rows, weighted by rows, for outputs too large to gather (segmentation).
             Then exact only where the loss is a mean over rows of equal size and the states of metrics are sums.
+        bucket_bytes: bytes of gradients that travel together, 25 MiB by default, at most 1 MiB in the first bucket:
+            smaller ones leave sooner, larger ones need fewer meetings. On CPU devices with reduce "host" or "gather"
+            nothing travels, and every gradient is summed by itself.
         evaluate_on: "all": evaluate, predict and validation run on all towers; "one": they are the plain model's.
         seed: of Keras' global random state, set now; None: left as it is.
 
@@ -94,13 +97,15 @@ class Trainer:
         micro_batches=1,
         loss_over="batch",
         evaluate_on="all",
+        bucket_bytes=None,
         seed=None,
     ):
+        if bucket_bytes is not None:
+            _check_count("bucket_bytes", bucket_bytes, "bytes")
         _check_option("evaluate_on", evaluate_on, ("all", "one"))
         _check_option("batch_norm", batch_norm, ("global", "tower"))
         _check_option("loss_over", loss_over, ("batch", "shard"))
-        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-            raise ModelError(f"micro_batches={micro_batches!r}: expected a whole number of parts, 1 or more")
+        _check_count("micro_batches", micro_batches, "parts")
         _check(model, loss_over)
         self.model = model
         self._devices = tuple(resolve_devices(devices))
@@ -115,6 +120,7 @@ class Trainer:
         self._micro_batches = micro_batches
         self._loss_over = loss_over
         self._evaluate_on = evaluate_on
+        self._bucket_bytes = bucket_bytes
         self._functions: dict[str, _Loop | _Predict] = {}
         self._compiled = None
         self._start: _Start | None = None
@@ -290,6 +296,7 @@ class Trainer:
             batch_norm=self._batch_norm,
             weighting=Weighting.LOSS if own else Weighting.GRADIENT,
             loss_over_shard=self._loss_over == "shard",
+            bucket_bytes=self._bucket_bytes,
             jit=bool(self.model.jit_compile),
             inside=self._tracing,
             autograph=False,
@@ -443,6 +450,11 @@ def _with_refresh(callbacks, trainer):
 def _is_own(model, name):
     """Whether `model` runs Keras' own method of that name, not one its class or the user has put in its place."""
     return getattr(type(model), name) is getattr(keras.Model, name) and name not in vars(model)
+
+
+def _check_count(name, value, of):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{name}={value!r}: expected a whole number of {of}, 1 or more")
 
 
 def _check_option(name, value, known):
