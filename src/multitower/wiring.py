@@ -214,7 +214,12 @@ class _Towers:
         return f"{control}{self._name(node, tower)}{':' if output else ''}{output}"
 
     def _copy_marker(self, marker, tower):
-        """Add an Identity that passes on to a tower what the towers have together."""
+        """Add a node that passes on to a tower what the towers have together.
+
+        Where every tower goes on computing from what is there once, it is no Identity: Grappler drops that on the tower
+        whose device has it, and then orders and merges that tower's operations otherwise than those of the others (it
+        sorts the inputs of commutative operations by name), so that copies of variables differ in the last bit.
+        """
         once = self._meeting_device is not None
         device = self._meeting_device if once else self._bindings[tower].device
         together = f"{'towers' if once else f'tower_{tower}'}/{marker.name}/all"
@@ -226,7 +231,8 @@ class _Towers:
         inputs = [f"{together}:{'sum' if is_sum else 'output'}:0"]
         inputs += [self._renamed(name, tower) for name in marker.input[1:]]
         device = self._bindings[tower].device
-        passed = tf.compat.v1.NodeDef(name=self._name(marker.name, tower), op="Identity", input=inputs, device=device)
+        operation = "Snapshot" if once and not self._shared and dtype != tf.string.as_datatype_enum else "Identity"
+        passed = tf.compat.v1.NodeDef(name=self._name(marker.name, tower), op=operation, input=inputs, device=device)
         passed.attr["T"].type = dtype
         self._add([passed])
         source = _node_of(marker.input[0])
