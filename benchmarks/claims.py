@@ -4,7 +4,7 @@
                                 [--seconds-per-round 1] [--json]
 
 Every figure is a ratio of medians over the same rounds, see steps.py; more than 1 means that multitower is faster. The
-tables behind it are printed first. About 12 minutes on 2 idle cores.
+tables behind it are printed first. About 16 minutes on 2 idle cores.
 """
 
 import json
