@@ -442,6 +442,23 @@ def test_batches_that_cannot_be_split(call, message):
         call(mt.replicate(lambda x: x, cpus(2)))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("rows", "message"), [((3, 2), "different numbers of rows: 3, 2"), ((0, 0), "has no rows")])
+def test_a_bad_batch_after_good_ones_changes_nothing(n, rows, message):
+    """A step that knows this kind of batch goes straight to its function, and looks at the rows all the same."""
+    v = tf.Variable(0.0)
+
+    def step(x, y):
+        v.assign_add(mt.all_reduce(tf.reduce_sum(x)))
+        return tf.reduce_sum(y)
+
+    run = mt.replicate(step, cpus(n))
+    run(tf.ones([3]), tf.ones([3]))
+    with pytest.raises(BatchError, match=message):
+        run(tf.ones([rows[0]]), tf.ones([rows[1]]))
+    assert float(v) == 3.0
+
+
 def test_errors_of_use():
     with pytest.raises(BatchError, match="names tabel, which the step does not take; its arguments are x, table"):
         mt.replicate(lambda x, table: x, cpus(2), whole=["tabel"])

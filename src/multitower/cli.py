@@ -205,6 +205,7 @@ def _train_rows(report: Any) -> list[tuple[str, str]]:
         ("learning rate", f"that of the job × {report.lr_factor:.4g} (--scale-lr {report.scale_lr})"),
         ("seconds", f"{report.seconds:.1f} in all; epochs: {report.epochs}"),
         ("model", report.model),
+        ("checkpoints", report.checkpoints),
         ("logs", report.logs),
         ("curves", report.curves or "no picture: it needs matplotlib, python -m pip install 'multitower[plot]'"),
     ]

@@ -108,7 +108,11 @@ class Replicated:
             raise MultitowerError("a replicated step was called inside a tower; call the step itself there")
         kind = _kind((args, kwargs)) if tf.executing_eagerly() else None
         if kind in self._known:
-            return self._run(self._known[kind], tf.nest.flatten((args, kwargs)))
+            tensors = tf.nest.flatten((args, kwargs))
+            if (
+                len({t.shape[0] for t in tensors} | {0}) == 2
+            ):  # one number of rows, not 0; else `batches.check` says what
+                return self._run(self._known[kind], tensors)
         batch = tf.nest.map_structure(batches.leaf, self._with_whole(args, kwargs))
         batches.check(batch)
         if not tf.executing_eagerly():

@@ -75,6 +75,7 @@ class Report:
         seconds: of the whole run, start to saved model.
         seed: of Keras' global random state.
         params: parameters given to the job.
+        checkpoints: directory of the checkpoints that are kept.
         model: file of the trained model, for `keras.models.load_model`.
         run_dir: directory of the run.
         logs: directory of history.csv, tensorboard and report.json.
@@ -99,6 +100,7 @@ class Report:
     seconds: float
     seed: int
     params: dict[str, Any]
+    checkpoints: str
     model: str
     run_dir: str
     logs: str
@@ -217,6 +219,7 @@ def run(
             seconds=time.perf_counter() - start_seconds,
             seed=settings.seed,
             params=dict(settings.params),
+            checkpoints=str(directory.checkpoints),
             model=str(directory.model),
             run_dir=str(directory.path),
             logs=str(directory.logs),
