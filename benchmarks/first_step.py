@@ -26,7 +26,7 @@ def first_step(network, count, grappler):
     from networks import NETWORKS
 
     import multitower as mt
-    from multitower.towers import TowerStep
+    from multitower.step import TowerStep
 
     names = mt.devices(f"cpu:{count}")
     if not grappler:

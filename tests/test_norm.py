@@ -15,8 +15,9 @@ import multitower as mt
 from multitower import norm
 from multitower.batches import Whole
 from multitower.moments import Moments, measure, merge
+from multitower.step import TowerStep
 from multitower.tower import Weighting, current
-from multitower.towers import Replicated, TowerStep
+from multitower.towers import Replicated
 from oracle import assert_close, assert_copies_equal, check, devices, twins
 
 # float64 sums of a few dozen numbers are right to 1e-15; float32 ones to 1e-7, and dividing by the spread of a small

@@ -24,8 +24,8 @@ LAYERS = [
     ["tower", "nested", "wiring", "collectives", "moments"],
     ["exchange", "reduce", "norm", "gradient_norms"],
     ["placement", "batches", "hooks", "parts"],
-    ["towers"],
-    ["ahead", "trainer"],
+    ["step", "towers"],
+    ["checks", "ahead", "loops", "trainer"],
     ["jobs.__init__", "jobs.digits", "jobs.cifar10", "jobs.volumes", "job"],
     ["checkpoint", "epochs", "summaries", "run_directory", "train"],
     [

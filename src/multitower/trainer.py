@@ -18,16 +18,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from . import batches, upstream
-from .ahead import Ahead
+from . import upstream
+from .checks import check_count, check_model, check_option, check_variables
 from .collectives import choose_reduce
 from .device import devices as resolve_devices
-from .errors import BatchError, ModelError
+from .errors import BatchError
 from .gradient_norms import recording
+from .loops import Loop, Predict
 from .parts import model_in_parts
 from .placement import choose_placement, variables_device
+from .step import TowerStep
 from .tower import Weighting
-from .towers import Replicated, TowerStep, errors_explained
 
 
 def _as_in_keras(method):
@@ -101,19 +102,19 @@ class Trainer:
         seed=None,
     ):
         if bucket_bytes is not None:
-            _check_count("bucket_bytes", bucket_bytes, "bytes")
-        _check_option("evaluate_on", evaluate_on, ("all", "one"))
-        _check_option("batch_norm", batch_norm, ("global", "tower"))
-        _check_option("loss_over", loss_over, ("batch", "shard"))
-        _check_count("micro_batches", micro_batches, "parts")
-        _check(model, loss_over)
+            check_count("bucket_bytes", bucket_bytes, "bytes")
+        check_option("evaluate_on", evaluate_on, ("all", "one"))
+        check_option("batch_norm", batch_norm, ("global", "tower"))
+        check_option("loss_over", loss_over, ("batch", "shard"))
+        check_count("micro_batches", micro_batches, "parts")
+        check_model(model, loss_over)
         self.model = model
         self._devices = tuple(resolve_devices(devices))
         choose_placement(self._devices, placement)
         choose_reduce(self._devices, reduce)
         self._wanted = {"placement": placement, "reduce": reduce}
         self._variables_device = variables_device(placement)
-        _check_variables(model, self._variables_device)
+        check_variables(model, self._variables_device)
         if seed is not None:
             keras.utils.set_random_seed(seed)
         self._batch_norm = batch_norm
@@ -121,7 +122,7 @@ class Trainer:
         self._loss_over = loss_over
         self._evaluate_on = evaluate_on
         self._bucket_bytes = bucket_bytes
-        self._functions: dict[str, _Loop | _Predict] = {}
+        self._functions: dict[str, Loop | Predict] = {}
         self._compiled = None
         self._start: _Start | None = None
         self._norms = None
@@ -247,7 +248,7 @@ class Trainer:
     @contextmanager
     def _on_towers(self):
         """The model's functions are ours while this is open; afterwards the model is a plain one again."""
-        _check(self.model, self._loss_over)
+        check_model(self.model, self._loss_over)
         self._follow_compile()
         self.refresh()
         before = {name: getattr(self.model, name) for name in self._functions}
@@ -266,13 +267,13 @@ class Trainer:
         if self._compiled is compiled:
             return
         self._compiled = compiled
-        self._train_function = _Loop(self._steps("train_step"), self.model.steps_per_execution)
+        self._train_function = Loop(self._steps("train_step"), self.model.steps_per_execution)
         self._functions = {"train_function": self._train_function}
         if self._evaluate_on == "one":
             return
         self._functions |= {
-            "test_function": _Loop(self._steps("test_step"), self.model.steps_per_execution),
-            "predict_function": _Predict(self._steps("predict_step")),
+            "test_function": Loop(self._steps("test_step"), self.model.steps_per_execution),
+            "predict_function": Predict(self._steps("predict_step")),
         }
 
     def record_gradients(self, norms):
@@ -310,92 +311,6 @@ class _Start:
     epoch: int
     batch: int
     metrics: list[tuple[Any, Any]]
-
-
-class _Loop:
-    """train_function or test_function: runs steps_per_execution steps from an iterator and returns the logs."""
-
-    def __init__(self, towers, steps):
-        self.towers = towers
-        self._passing_over, self._logs_meanwhile = 0, {}
-        self._steps = steps
-        self._run = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
-        self._batch = Replicated(towers)
-        if steps == 1 and any("GPU" in device for device in towers.devices):
-            self._run = Ahead(towers)
-
-    def __call__(self, iterator):
-        if self._passing_over:
-            return self._passed(iterator)
-        self.towers.store.refresh()
-        if isinstance(iterator, tf.data.Iterator):
-            with errors_explained():
-                return self._run(iterator)
-        logs = None
-        for _, data in zip(range(self._steps), iterator, strict=False):
-            logs = self._batch(data)
-        return logs
-
-    def pass_over(self, batches, logs):
-        """Take so many batches from the iterator first, make no step with them, and return `logs` meanwhile."""
-        self._passing_over, self._logs_meanwhile = batches, logs
-
-    def _passed(self, iterator):
-        for _ in range(self._steps):
-            if next(iterator, None) is None:
-                raise BatchError(f"the data end {self._passing_over} batches before the one where training is to go on")
-            self._passing_over -= 1
-        return self._logs_meanwhile
-
-    def _in_graph(self, iterator):
-        return self._step(iterator.get_next()) if self._steps == 1 else self._several(iterator)
-
-    def _several(self, iterator):
-        """Steps until there have been enough or the data end; out of range where there is no batch at all.
-
-        A step runs only when its batch is there, as in Keras: of a step whose batch fails to come, what needs no data
-        runs all the same, and the optimizer would count it.
-        """
-        first = iterator.get_next_as_optional()
-        found = {}
-
-        def step():
-            found["logs"] = self._step(first.get_value())
-            return tf.nest.flatten(found["logs"])
-
-        def out_of_range():
-            iterator.get_next()
-            return [tf.zeros([d or 0 for d in v.shape], v.dtype) for v in tf.nest.flatten(found["logs"])]
-
-        def more(i, has_data, *_):
-            return has_data & (i < self._steps)
-
-        def another(i, _, *logs):
-            data = iterator.get_next_as_optional()
-            has_data = data.has_value()
-            run = functools.partial(lambda: tf.nest.flatten(self._step(data.get_value())))
-            return i + 1, has_data, *tf.cond(has_data, run, lambda: list(logs))
-
-        start = (tf.constant(1), tf.constant(True), *tf.cond(first.has_value(), step, out_of_range))
-        _, _, *logs = tf.while_loop(more, another, start, parallel_iterations=1)
-        return tf.nest.pack_sequence_as(found["logs"], logs)
-
-    def _step(self, data):
-        batch = tf.nest.map_structure(batches.leaf, (data,))
-        batches.check(batch)
-        return self.towers.emit(batch)
-
-
-class _Predict:
-    """predict_function: the outputs for a list of batches, rows in order."""
-
-    def __init__(self, towers):
-        self.towers = towers
-        self._batch = Replicated(towers)
-
-    def __call__(self, data):
-        outputs = [self._batch(batch) for batch in data]
-        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
 
 class _Refresh(keras.callbacks.Callback):
@@ -450,60 +365,3 @@ def _with_refresh(callbacks, trainer):
 def _is_own(model, name):
     """Whether `model` runs Keras' own method of that name, not one its class or the user has put in its place."""
     return getattr(type(model), name) is getattr(keras.Model, name) and name not in vars(model)
-
-
-def _check_count(name, value, of):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{name}={value!r}: expected a whole number of {of}, 1 or more")
-
-
-def _check_option(name, value, known):
-    if value not in known:
-        raise ModelError(f"{name}={value!r} is unknown; expected {' or '.join(map(repr, known))}")
-
-
-def _check(model, loss_over):
-    if keras.backend.backend() != "tensorflow":
-        raise ModelError(
-            f"Keras runs on the backend {keras.backend.backend()!r}; multitower needs 'tensorflow': "
-            f"set KERAS_BACKEND=tensorflow before keras is imported"
-        )
-    if not isinstance(model, keras.Model):
-        raise ModelError(f"Trainer got {model!r} of type {type(model).__name__}; expected a compiled keras.Model")
-    if not model.compiled:
-        raise ModelError(f"model {model.name!r} is not compiled; call model.compile(optimizer, loss) first")
-    strategy = type(model.distribute_strategy).__name__
-    if not strategy.startswith("_Default"):
-        raise ModelError(
-            f"model {model.name!r} was made under {strategy}; make it outside any tf.distribute strategy: "
-            f"multitower places the variables itself"
-        )
-    if model.run_eagerly:
-        raise ModelError(
-            f"model {model.name!r} is compiled with run_eagerly=True, and towers run in a graph; compile it with "
-            f"run_eagerly=False (to debug step by step, use model.fit without multitower)"
-        )
-    not_means = [loss for loss in _losses(model) if getattr(loss, "reduction", "mean") not in _MEANS]
-    if loss_over == "shard" and not_means:
-        raise ModelError(
-            f"loss_over='shard' needs losses that are means over rows; {not_means[0].name!r} has "
-            f"reduction={not_means[0].reduction!r}: use 'sum_over_batch_size', or loss_over='batch'"
-        )
-
-
-def _check_variables(model, device):
-    """Whether the variables that the model has are where "shared:DEVICE" says."""
-    elsewhere = [v.path for v in model.variables if device and not v.value.device.endswith(device)]
-    if elsewhere:
-        raise ModelError(
-            f"placement='shared:{device.removeprefix('/device:')}': {len(elsewhere)} variables of model {model.name!r} "
-            f"are on another device, {elsewhere[0]} among them; make the model under tf.device({device!r})"
-        )
-
-
-_MEANS = ("sum_over_batch_size", "mean")
-
-
-def _losses(model):
-    """The loss objects the model was compiled with."""
-    return [loss for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.Loss)]
