@@ -187,6 +187,32 @@ def test_scale_lr_follows_the_global_batch_and_is_printed(run, job, rule, factor
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1 * factor)
 
 
+@pytest.mark.parametrize(("placement", "reduce"), [("replicated", "ring"), ("shared:cpu:1", "host")])
+def test_placement_and_reduce_are_as_asked(run, job, placement, reduce):
+    arguments = ("--devices", "cpu:2", "--epochs", 1, "--placement", placement, "--reduce", reduce, "--json")
+    code, out, err = run("train", job, *arguments)
+    assert (code, err) == (0, "")
+    assert f"2, variables {placement.partition(':')[0]}, reduce by {reduce}" in out
+    report = last_json(out)
+    assert (report["placement"], report["reduce"]) == (placement.partition(":")[0], reduce)
+    assert Path(report["checkpoints"]).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--placement", "independent", "placement='independent' trains no model"),
+        ("--placement", "mirrored", "placement='mirrored' is unknown"),
+        ("--reduce", "nccl", "NCCL needs a GPU for every tower"),
+    ],
+)
+def test_placement_and_reduce_that_cannot_be(run, job, option, value, message):
+    code, _, err = run("train", job, "--devices", "cpu:2", option, value)
+    assert code == 2
+    assert message in err
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_rate_that_cannot_be_scaled_and_rule_that_is_none(run, job):
     job.write_text(JOB.replace("SGD(lr)", "SGD(lambda: lr)"))
     code, _, err = run("train", job, "--devices", "cpu:2", "--batch-size", 8, "--scale-lr", "sqrt")

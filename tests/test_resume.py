@@ -112,6 +112,31 @@ def test_three_epochs_and_two_more_are_five(begun, runs, tmp_path, before, after
     assert_same_run(report, runs(before), 0 if before == after else 10 * BOUND)  # 30 steps add up the roundings
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"placement": "replicated", "reduce": "ring"}, {"placement": "shared", "reduce": "gather"}),
+     ({"placement": "shared", "reduce": "host"}, {"placement": "replicated", "reduce": "host"})],
+)  # fmt: skip
+def test_a_run_goes_on_with_another_placement_and_reduce(job, runs, tmp_path, before, after):
+    train.run(job, devices(2), epochs=3, run_dir=tmp_path / "run", **before)
+    report = train.run(devices=devices(4), epochs=EPOCHS, resume=tmp_path / "run", **after)
+    assert (report.placement, report.reduce) == (after["placement"], after["reduce"])
+    assert_same_run(report, runs(2), 10 * BOUND)
+
+
+def test_a_batch_per_tower_and_its_learning_rate_go_on_as_they_were(tmp_path):
+    """128 rows on each tower is a number of rows of the global batch, which another N does not change."""
+    path = tmp_path / "job.py"
+    path.write_text(JOB.replace("BATCH_SIZE = 4", "BATCH_SIZE_PER_TOWER = 3"))
+    whole = train.run(str(path), devices(4), epochs=4, run_dir=tmp_path / "whole", scale_lr="linear")
+    train.run(str(path), devices(4), epochs=2, run_dir=tmp_path / "run", scale_lr="linear")
+    report = train.run(devices=devices(1), epochs=4, resume=tmp_path / "run")
+    assert (report.batch_size, report.scale_lr, report.lr_factor) == (12, "linear", 4)
+    assert_same_run(report, whole, 10 * BOUND)
+    with pytest.raises(JobError, match="the run began with scale-lr linear, now none"):
+        train.run(devices=devices(1), epochs=5, resume=tmp_path / "run", scale_lr="none")
+
+
 def test_a_run_of_other_weights_is_told_apart(runs, job, tmp_path):
     """The control: another seed."""
     with pytest.raises(AssertionError, match="apart"):

@@ -167,66 +167,86 @@ def run(
     start_seconds = time.perf_counter()
     asked = Settings(job or "", dict(params or {}), batch_size, seed or 0, epochs, scale_lr)
     directory, settings = _directory(asked, run_dir, seed, resume)
-    names = choose_devices(devices)
+    ready = _prepare(settings, choose_devices(devices), placement, reduce, evaluate_on)
+    if resume is None:
+        directory.make()
+        directory.keep(ready.settings)
+    with directory.in_use():
+        first = 0 if resume is None else _restored(ready, directory, allow_older)
+        directory.keep(ready.settings)
+        speed, trained = _Fitting(ready, directory, first, saving, gradient_norms).fit()
+        metrics = {
+            name: ready.trainer.evaluate(**_arguments(part, ready.batch_size), verbose=0, return_dict=True)
+            for name, part in (("train", ready.train), ("validation", ready.validation))
+        }
+        ready.trainer.model.save(directory.model)
+        seconds = time.perf_counter() - start_seconds
+        report = _report(ready, directory, metrics, speed, epochs=trained, first_epoch=first, seconds=seconds)
+        directory.report.write_text(report.as_json() + "\n", encoding="utf-8")
+    return report
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Everything a run needs before its first step; nothing has been written yet."""
+
+    job: Job
+    settings: Settings
+    trainer: Trainer
+    train: Any
+    validation: Any
+    callbacks: list[keras.callbacks.Callback]
+    batch_size: int
+    lr_factor: float
+
+
+def _prepare(settings: Settings, names: list[str], placement: str, reduce: str, evaluate_on: str) -> _Ready:
     if placement == "independent":
         raise JobError(
             "placement='independent' trains no model: towers do not meet; expected 'replicated', 'shared' or 'auto' "
             "(`multitower measure` uses it as an upper bound)"
         )
-    loaded = load_job(settings.job)
-    check_job_params(loaded, settings.params)
+    job = load_job(settings.job)
+    check_job_params(job, settings.params)
     keras.utils.set_random_seed(settings.seed)
-    used = with_batch_size(loaded, settings.params, len(names), settings.batch_size)
-    train, validation = load_data(loaded, used, settings.batch_size)
-    batch_size = rows if isinstance(rows := used.get("batch_size"), int) else loaded.batch_size
-    factor = scaling_factor(settings.scale_lr or "none", batch_size, loaded.batch_size)
+    used = with_batch_size(job, settings.params, len(names), settings.batch_size)
+    train, validation = load_data(job, used, settings.batch_size)
+    batch_size = rows if isinstance(rows := used.get("batch_size"), int) else job.batch_size
+    factor = scaling_factor(settings.scale_lr or "none", batch_size, job.batch_size)
     with _beside(placement):
-        model = _make_scaled(loaded, used, factor)
+        model = _make_scaled(job, used, factor)
     trainer = Trainer(model, devices=names, placement=placement, reduce=reduce, evaluate_on=evaluate_on)
-    callbacks = make_callbacks(loaded, used)
-    settings = replace(settings, epochs=settings.epochs or loaded.epochs)
-    if loaded.per_tower:  # a run that goes on on other devices keeps its global batch
+    settings = replace(settings, epochs=settings.epochs or job.epochs)
+    if job.per_tower:  # a run that goes on on other devices keeps its global batch
         settings = replace(settings, batch_size=batch_size)
-    if resume is None:
-        directory.make()
-        directory.keep(settings)
-    with directory.in_use():
-        first = 0 if resume is None else _restored(trainer, directory, settings, validation, batch_size, allow_older)
-        directory.keep(settings)
-        fitting = _Fitting(trainer, directory, settings, first, saving, gradient_norms)
-        speed, trained = fitting.fit(train, validation, batch_size, callbacks)
-        metrics = {
-            name: trainer.evaluate(**_arguments(part, batch_size), verbose=0, return_dict=True)
-            for name, part in (("train", train), ("validation", validation))
-        }
-        trainer.model.save(directory.model)
-        report = Report(
-            job=loaded.name,
-            accuracy=metrics["validation"].get("accuracy"),
-            loss=metrics["validation"].get("loss"),
-            metrics=metrics,
-            examples_per_second=speed.examples_per_second,
-            devices=list(trainer.devices),
-            towers=len(trainer.devices),
-            batch_size=speed.batch_size or batch_size,
-            rows_per_tower=_shares(speed.batch_size or batch_size, len(trainer.devices)),
-            placement=trainer.placement,
-            reduce=trainer.reduce,
-            scale_lr=settings.scale_lr or "none",
-            lr_factor=factor,
-            epochs=trained,
-            first_epoch=first,
-            seconds=time.perf_counter() - start_seconds,
-            seed=settings.seed,
-            params=dict(settings.params),
-            checkpoints=str(directory.checkpoints),
-            model=str(directory.model),
-            run_dir=str(directory.path),
-            logs=str(directory.logs),
-            curves=draw_curves(directory.history, directory.logs / "curves.png"),
-        )
-        directory.report.write_text(report.as_json() + "\n", encoding="utf-8")
-    return report
+    return _Ready(job, settings, trainer, train, validation, make_callbacks(job, used), batch_size, factor)
+
+
+def _report(ready: _Ready, directory: RunDirectory, metrics: dict, speed: Throughput, **known: Any) -> Report:
+    trainer, batch_size = ready.trainer, speed.batch_size or ready.batch_size
+    return Report(
+        job=ready.job.name,
+        accuracy=metrics["validation"].get("accuracy"),
+        loss=metrics["validation"].get("loss"),
+        metrics=metrics,
+        examples_per_second=speed.examples_per_second,
+        devices=list(trainer.devices),
+        towers=len(trainer.devices),
+        batch_size=batch_size,
+        rows_per_tower=_shares(batch_size, len(trainer.devices)),
+        placement=trainer.placement,
+        reduce=trainer.reduce,
+        scale_lr=ready.settings.scale_lr or "none",
+        lr_factor=ready.lr_factor,
+        seed=ready.settings.seed,
+        params=dict(ready.settings.params),
+        checkpoints=str(directory.checkpoints),
+        model=str(directory.model),
+        run_dir=str(directory.path),
+        logs=str(directory.logs),
+        curves=draw_curves(directory.history, directory.logs / "curves.png"),
+        **known,
+    )
 
 
 def _beside(placement: str):
@@ -258,16 +278,17 @@ def _directory(asked: Settings, run_dir, seed: int | None, resume) -> tuple[RunD
     return directory, settings
 
 
-def _restored(trainer, directory: RunDirectory, settings: Settings, validation, batch_size: int, allow_older) -> int:
+def _restored(ready: _Ready, directory: RunDirectory, allow_older: bool) -> int:
     """Bring the model to the checkpoint the run goes on from; the number of the epoch in which it does."""
     if latest(directory.checkpoints) is None:
         print("the run was stopped before its first checkpoint: it begins again")
         return 0
-    batches = validation if isinstance(validation, tf.data.Dataset) else Epochs(validation, batch_size).dataset
+    data = ready.validation
+    batches = data if isinstance(data, tf.data.Dataset) else Epochs(data, ready.batch_size).dataset
     batch = next(iter(batches))
     batch = batch if isinstance(batch, tuple) else (batch,)
-    position = restore(trainer, directory.checkpoints, batch=batch, allow_older=allow_older)
-    trained, wanted = position.epoch, settings.epochs or 0
+    position = restore(ready.trainer, directory.checkpoints, batch=batch, allow_older=allow_older)
+    trained, wanted = position.epoch, ready.settings.epochs or 0
     if trained > wanted or (trained == wanted and directory.report.is_file()):
         raise JobError(f"the run in {directory.path} has trained {trained} epochs; give --epochs more than that")
     print(f"going on at {position} of {wanted} epochs, after {position.step} steps")
@@ -291,31 +312,32 @@ def load_data(job: Job, params: Mapping[str, Any], batch_size: int | None) -> tu
 class _Fitting:
     """`Trainer.fit` with what a run of `multitower train` has around it."""
 
-    def __init__(self, trainer, directory: RunDirectory, settings: Settings, first: int, saving: Saving, norms: bool):
-        self._trainer, self._directory, self._settings, self._first = trainer, directory, settings, first
+    def __init__(self, ready: _Ready, directory: RunDirectory, first: int, saving: Saving, norms: bool):
+        self._ready, self._directory, self._first = ready, directory, first
         self._saving, self._norms = saving, norms
 
-    def fit(self, train: Any, validation: Any, batch_size: int, callbacks: list) -> tuple[Throughput, int]:
+    def fit(self) -> tuple[Throughput, int]:
         """Train; the clock of the rows per second, and the number of epochs trained in all."""
-        data = Epochs(train, batch_size, self._settings.seed, self._first)
-        rows = None if isinstance(train, tf.data.Dataset) else rows_by_step(_length(train), batch_size)
-        speed = Throughput(rows, first_batch=self._trainer.first_batch)
+        ready, train, validation = self._ready, self._ready.train, self._ready.validation
+        data = Epochs(train, ready.batch_size, ready.settings.seed, self._first)
+        rows = None if isinstance(train, tf.data.Dataset) else rows_by_step(_length(train), ready.batch_size)
+        speed = Throughput(rows, first_batch=ready.trainer.first_batch)
         summaries = Summaries(
-            self._trainer, self._directory.logs / "tensorboard", every_steps=100, gradients=self._norms, speed=speed
+            ready.trainer, self._directory.logs / "tensorboard", every_steps=100, gradients=self._norms, speed=speed
         )
         table = Table(self._directory.history, self._first)
         progress = keras.callbacks.ProgbarLogger()  # before what adds to the logs: lines stay short
         with stop_requests() as stop, closing(summaries):
-            saving = Checkpoints(self._trainer, self._directory.checkpoints, stop=stop, **asdict(self._saving))
+            saving = Checkpoints(ready.trainer, self._directory.checkpoints, stop=stop, **asdict(self._saving))
             with closing(saving):
-                result = self._trainer.fit(
+                result = ready.trainer.fit(
                     speed.watched(data.dataset) if rows is None else data.dataset,
                     validation_data=tuple(validation) if isinstance(validation, list) else validation,
-                    validation_batch_size=None if isinstance(validation, tf.data.Dataset) else batch_size,
+                    validation_batch_size=None if isinstance(validation, tf.data.Dataset) else ready.batch_size,
                     initial_epoch=self._first,
-                    epochs=self._settings.epochs,
+                    epochs=ready.settings.epochs,
                     shuffle=False,  # `data` does it
-                    callbacks=[data, speed, progress, summaries, table, saving, *callbacks],
+                    callbacks=[data, speed, progress, summaries, table, saving, *ready.callbacks],
                     verbose=1 if sys.stdout.isatty() else 2,
                 )
         return speed, self._first + len(result.epoch)
