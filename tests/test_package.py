@@ -54,7 +54,7 @@ LAYERS = [
     [f"timeline.{m}" for m in ("intervals", "graph", "categories", "pairs", "recording", "profile", "meetings")],
     [f"timeline.{m}" for m in ("breakdown", "critical", "advice", "lanes", "chrome", "picture", "page")],
     [f"timeline.{m}" for m in ("report", "tracing", "__init__", "job")],
-    ["start", "cli"],
+    ["start", "console", "cli"],
 ]
 ORDER = [module for layer in LAYERS for module in layer]
 

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from . import __version__
+from .console import env_rows, print_table, train_rows
 from .start import start_tensorflow
 
 _LINE = 600  # characters of an error's message; TensorFlow's run to pages
@@ -188,31 +189,9 @@ def train(
         evaluate_on=evaluate_on,
         gradient_norms=gradient_norms,
     )
-    _print_table("multitower train", _train_rows(report))
+    print_table("multitower train", train_rows(report))
     if as_json:
         click.echo(report.as_json())
-
-
-def _train_rows(report: Any) -> list[tuple[str, str]]:
-    train, validation = report.metrics["train"], report.metrics["validation"]
-    speed = report.examples_per_second
-    return [
-        *((name, f"{_short(train[name])} train, {_short(validation[name])} validation") for name in train),
-        ("examples/s", "–" if speed is None else f"{speed:,.0f} (first step and validation left out)"),
-        ("devices", ", ".join(report.devices)),
-        ("towers", f"{report.towers}, variables {report.placement}, reduce by {report.reduce}"),
-        ("rows per tower", f"{' + '.join(map(str, report.rows_per_tower))} of a batch of {report.batch_size}"),
-        ("learning rate", f"that of the job × {report.lr_factor:.4g} (--scale-lr {report.scale_lr})"),
-        ("seconds", f"{report.seconds:.1f} in all; epochs: {report.epochs}"),
-        ("model", report.model),
-        ("checkpoints", report.checkpoints),
-        ("logs", report.logs),
-        ("curves", report.curves or "no picture: it needs matplotlib, python -m pip install 'multitower[plot]'"),
-    ]
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 @cli.command()
@@ -246,9 +225,9 @@ def verify(job, devices, steps, batch_size, settings, placement, reduce, seed, a
     from .verification.job import verify_job
 
     report = verify_job(job, devices, steps, batch_size, params, seed, placement, reduce)
-    _print_table("multitower verify", report.summary())
+    print_table("multitower verify", report.summary())
     head, rows = report.table()
-    _print_table("", rows, head)
+    print_table("", rows, head)
     if as_json:
         click.echo(report.as_json())
     return report.exit_code
@@ -311,9 +290,9 @@ def measure(job, devices, placement, reduce, batch_size, seconds, plot_file, set
         seconds=seconds,
         progress=lambda text: click.echo(f"measuring {text}", err=True) if sys.stderr.isatty() else None,
     )
-    _print_table("multitower measure", scaling.summary())
+    print_table("multitower measure", scaling.summary())
     head, rows = scaling.table()
-    _print_table("", rows, head)
+    print_table("", rows, head)
     if plot_file:
         plot(scaling, plot_file)
     if as_json:
@@ -384,7 +363,7 @@ def trials(ctx, job, settings, as_json, **options) -> int:
     watch = watch_terminal(sys.stdout, options["metric"], options["epochs"])
     report = run(command or job, parse_space(settings), watch=watch, **options)
     head, rows = report.table()
-    _print_table("multitower trials", rows, head)
+    print_table("multitower trials", rows, head)
     click.echo(f"files: {report.directory}, results: {report.database}, picture: {report.picture or 'none'}")
     if as_json:
         click.echo(report.as_json())
@@ -428,9 +407,9 @@ def trace(job, devices, steps, batch_size, settings, output, expect_colocated, s
     from .timeline.report import tables
 
     traced = trace_job(job, devices, steps, batch_size, params, output, seed)
-    _print_table("multitower trace", [*traced.timeline.summary(), *traced.files.items()])
+    print_table("multitower trace", [*traced.timeline.summary(), *traced.files.items()])
     for head, rows in tables(traced.timeline):
-        _print_table("", rows, head)
+        print_table("", rows, head)
     if as_json:
         click.echo(traced.as_json())
     return 1 if expect_colocated and traced.timeline.misplaced else 0
@@ -451,38 +430,9 @@ def env(devices, as_json) -> None:
     names = [device["name"] for device in found["devices"]]
     for setting, (name, reason) in (("placement", choose_placement(names)), ("reduce", choose_reduce(names))):
         found[setting] = {"name": name, "reason": reason}
-    _print_table("multitower env", _env_rows(found))
+    print_table("multitower env", env_rows(found))
     if as_json:
         click.echo(json.dumps(found))
-
-
-def _env_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for name, value in found.items():
-        if name == "devices":
-            value = "\n".join(_device_line(device) for device in value)
-        elif name in ("placement", "reduce"):
-            value = f"{value['name']}: {value['reason']}"
-        elif name == "memory_growth":
-            value = ", ".join(f"{gpu} {'on' if grows else 'off'}" for gpu, grows in value.items()) or "no GPU"
-        rows.append((name.replace("_", " "), "none" if value is None else str(value)))
-    return rows
-
-
-def _device_line(device: dict[str, Any]) -> str:
-    limit = "" if device["memory_bytes"] is None else f", {device['memory_bytes'] / 2**20:.0f} MiB"
-    return f"{device['name']} ({device['physical']}{limit})"
-
-
-def _print_table(title: str, rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*head, title=title or None, title_justify="left", show_header=bool(head))
-    for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else 160  # a pipe has no width: do not break paths at 80
-    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
