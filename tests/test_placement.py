@@ -111,6 +111,23 @@ def test_shared_and_replicated_are_the_same_bits():
         assert a.numpy().tobytes() == b.numpy().tobytes(), name
 
 
+class SeesGradients(keras.optimizers.SGD):
+    """Notes what kinds of gradients it is given."""
+
+    def apply(self, grads, trainable_variables=None):
+        self.kinds = [type(gradient) for gradient in grads]
+        return super().apply(grads, trainable_variables)
+
+
+@pytest.mark.parametrize(("placement", "reduce"), COMBINATIONS)
+def test_sparse_gradients_stay_sparse(placement, reduce):
+    optimizer = SeesGradients(0.1)
+    model = compiled([keras.Input((4,), dtype="int32"), layers.Embedding(7, 3), layers.Flatten()], optimizer)
+    trainer = mt.Trainer(model, devices(2), placement=placement, reduce=reduce)
+    trainer.train_on_batch(np.arange(12).reshape(3, 4) % 7, np.zeros([3, 12], "float32"))
+    assert optimizer.kinds == [tf.IndexedSlices]
+
+
 def test_shared_variables_have_no_copies():
     model = linear()
     trainer = mt.Trainer(model, devices(3), placement="shared")
